@@ -1,0 +1,55 @@
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs a hub
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from tiny import make_policy_folder
+
+import grpo
+
+FAMILIES = ("qwen3_5", "qwen3_vl", "qwen2_5_vl", "qwen2_vl")
+GEOLAUX = Path(__file__).parents[2] / "shared" / "geolaux"
+
+# Two threads on matrices this small gain nothing, and cost 15 times the time where something else keeps a core busy.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # for programs that tests start
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """family -> folder of its tiny policy, made at first use."""
+    made = {}
+
+    def folder(family="qwen3_5"):
+        if family not in made:
+            made[family] = make_policy_folder(tmp_path_factory.mktemp(family), family)
+        return made[family]
+
+    return folder
+
+
+@pytest.fixture
+def load(folders):
+    """Loads a fresh tiny policy through load_policy, the adapter's B matrices random instead of 0 if asked."""
+
+    def policy(family="qwen3_5", adapter=False, **flags):
+        config = grpo.Config(base_model=str(folders(family)), device="cpu", lora_rank=4, **flags)
+        policy = grpo.load_policy(config)
+        if adapter:
+            torch.manual_seed(1)
+            for name, weight in policy.model.named_parameters():
+                if "lora_B" in name:
+                    weight.data.normal_(std=0.05)
+        return policy
+
+    return policy
+
+
+@pytest.fixture(scope="session")
+def geolaux():
+    if not GEOLAUX.is_dir():
+        pytest.skip("the real figures of ../shared/geolaux are not on this machine")
+    return GEOLAUX
