@@ -11,7 +11,7 @@ Where this differs from the paper, and why:
     experiment reproduced here does not, and dividing weighs nearly solved and nearly hopeless questions up.
  2. One update a batch, so no clipping: the loss is -ratio * advantage with ratio = exp(logp - old_logp), which is 1 up
     to rounding. `old_logp` is what the sampler gave the token when it drew it.
- 3. No reference model and no KL term: LoRA at a small learning rate stays near the base by itself.
+ 3. No KL term to a reference model, as in the experiment reproduced here.
  4. The mean runs over all completion tokens of the step. The paper takes it within each row first, which makes a token
     of a long wrong answer count less than one of a short wrong answer.
  5. Groups whose rewards are all equal have no signal: they are skipped and counted.
@@ -21,9 +21,11 @@ Where this differs from the paper, and why:
 
 import argparse
 import functools
+import logging
 import math
 import sys
 import time
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -32,6 +34,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from packaging.version import Version
+from safetensors import SafetensorError
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
@@ -153,6 +156,7 @@ def load_policy(config):
     from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
     device = pick_device(config.device)
+    quiet_libraries(device)
     folder, revision = hub_folder(config.base_model, "model", config.model_revision,
                                   ["*.json", "*.safetensors", "*.txt", "*.jinja"])
     try:
@@ -168,7 +172,7 @@ def load_policy(config):
         nf4 = config.quantization == "nf4" or (config.quantization == "auto" and device.type == "cuda")
         base = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, device_map={"": device},
                                                            quantization_config=nf4_config(dtype) if nf4 else None)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, LookupError, RuntimeError, SafetensorError) as error:
         raise UserError(f"--base-model {config.base_model} cannot be loaded: {describe(error)}") from error
     if device.type == "cpu":
         keep_nf4_differentiable(base)
@@ -182,6 +186,16 @@ def load_policy(config):
                   torch.tensor(sorted(forbidden_ids), device=device), revision)
 
 
+def quiet_libraries(device):
+    """Switches off what libraries print and nobody can act on, so that the program's own lines stand out."""
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")  # peft calls it by its old name
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # an optional CPU kernel that is not installed
+    if device.type == "cpu":
+        transformers.logging.set_verbosity_error()  # tells to install CUDA kernels
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
+
+
 def pick_device(name):
     """"auto", "cuda", "cuda:1" or "cpu" -> torch.device; UserError where it is not there."""
     try:
@@ -190,8 +204,11 @@ def pick_device(name):
         raise UserError(f"--device {name} is none of auto, cuda, cuda:N, cpu") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("no CUDA GPU here: run `python demo.py` to see it learn on a CPU, or add `--device cpu`")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"--device {name}: only {torch.cuda.device_count()} CUDA GPU(s) here")
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        if device.index >= torch.cuda.device_count():
+            raise UserError(f"--device {name}: only {torch.cuda.device_count()} CUDA GPU(s) here")
+        torch.cuda.set_device(device)  # where kernels of other libraries run
     return device
 
 
@@ -239,7 +256,7 @@ def add_lora(base, config):
             raise UserError(f"--adapter {config.adapter}: no adapter_model.safetensors there")
         try:
             model = PeftModel.from_pretrained(base, config.adapter, is_trainable=True)
-        except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        except (OSError, ValueError, LookupError, RuntimeError, TypeError, SafetensorError) as error:
             raise UserError(f"--adapter {config.adapter} cannot be put on {config.base_model}: "
                             f"{describe(error)}") from error
     else:

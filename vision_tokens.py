@@ -9,6 +9,7 @@ Only the tokenizer and the image processor are used: `AutoProcessor` would need 
 
 import functools
 import json
+import struct
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,7 +50,10 @@ def on_white(image):
 
     Geometry figures are often black lines on transparent black, which `convert("RGB")` makes a black square.
     """
-    image = ImageOps.exif_transpose(image)
+    try:
+        image = ImageOps.exif_transpose(image)
+    except (SyntaxError, ValueError, TypeError, LookupError, OSError, struct.error):
+        pass  # broken metadata around a good figure
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         image = _to_8_bit(image)
     if image.mode in ("RGBA", "LA", "La", "PA", "RGBa") or "transparency" in image.info:
