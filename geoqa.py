@@ -54,7 +54,7 @@ class Question:
     subject: str
     choices: tuple[str, str, str, str]
     label: str  # "A".."D"
-    answer: str = ""  # the worked solution, never shown to the policy
+    answer: str = ""  # the worked solution, never in the student's prompt
 
 
 class Questions(Sequence):
@@ -124,11 +124,15 @@ def load_geoqa(dataset, split, test_size=100, seed=42, max_samples=0, revision="
     return Questions(good, revision, notes + [f"left out: {line}" for line in bad])
 
 
-def format_question(question):
-    """Give the user turn's text: question, four lettered options, instruction. The figure comes after it."""
+def format_question(question, with_solution=False):
+    """Give the user turn's text: question, four lettered options, instruction. The figure comes after it.
+
+    `with_solution` puts the worked solution in, for a teacher; the student's prompt never has it.
+    """
     # An option that brings its own line break would look like two.
     options = [f"{letter}. {' '.join(choice.split())}" for letter, choice in zip("ABCD", question.choices, strict=True)]
-    return "\n".join([question.subject.strip(), *options, INSTRUCTION])
+    solution = [f"参考解答：{question.answer.strip()}"] if with_solution else []
+    return "\n".join([question.subject.strip(), *options, *solution, INSTRUCTION])
 
 
 def _read(path, folder, split):

@@ -19,32 +19,31 @@ Where this differs from the paper, and why:
     softmax over the remaining vocabulary.
 """
 
-import argparse
+import contextlib
 import functools
-import logging
+import inspect
+import itertools
 import math
-import sys
+import statistics
 import time
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-import transformers
-from packaging.version import Version
 from safetensors import SafetensorError
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from geoqa import load_geoqa
-from hub import UserError, hub_folder
+from hub import UserError
+from loading import load_base, pick_device
 from reward import extract_choice, grade
-from rundir import RunDir, compare, describe, free_run_path, peak_memory_gib, results_table
-from vision_tokens import IMAGE_TOKEN, encode_figures, encode_prompts, prompt_positions, select_figures
+from rundir import RunDir, batch_metrics, compare, describe, free_run_path, results_table
+from settings import check_config, run_command_line, with_preset
+from vision_tokens import Prompts, encode_figures, encode_prompts, join_prompts, prompt_positions, select_figures
 
-SUPPORTED_MODELS = ("qwen3_5", "qwen3_vl", "qwen2_5_vl", "qwen2_vl")
 LOGIT_CHUNK = 256  # tokens whose logits exist at once in the learner: 256 x 248,320 x 4 bytes is 0.25 GB
 
 
@@ -66,7 +65,7 @@ class Config:
     max_samples: int = flag(0, "train on the first N shuffled questions only; 0: on all")
     max_image_tokens: int = flag(1024, "figures above this many visual tokens are downsized; 0: never")
 
-    steps: int = flag(100, "training steps, one update each")
+    steps: int = flag(100, "training steps, one batch of questions each")
     batch_size: int = flag(8, "questions a step")
     group_size: int = flag(8, "completions a question")
     max_tokens: int = flag(1024, "most new tokens of a completion, in training and evaluation")
@@ -75,8 +74,24 @@ class Config:
     lora_rank: int = flag(32, "rank of the adapter; alpha equals it")
     learning_rate: float = flag(4e-5, "AdamW's, constant")
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm; 0: never")
-    loss_fn: str = flag("importance_sampling", "per-token loss, a name in LOSS_FNS")
+    algorithm: Literal["grpo", "dapo"] = flag("grpo", "dapo: sets the flags below that it needs, and says which")
+    loss_fn: str = flag("importance_sampling", "per-token loss: importance_sampling, ppo, cispo or gspo")
+    clip_low: float | None = flag(None, "lower clip bound; unset: the loss's own")
+    clip_high: float | None = flag(None, "upper clip bound; unset: the loss's own")
+    loss_reduction: Literal["auto", "token", "sequence", "constant"] = flag("auto", "auto: sequence for gspo, else token")
+    updates_per_rollout: int = flag(1, "passes over one batch of rollouts")
+    minibatches: int = flag(1, "shuffled parts of a pass, an optimiser step after each")
     normalize_std: bool = flag(False, "divide advantages by the group's standard deviation")
+    kl_coef: float = flag(0.0, "weight of the KL term to the base policy; above 0 all rows train")
+    mask_truncated: bool = flag(False, "completions that hit the limit do not train")
+    overlong_penalty: bool = flag(False, "lower the reward of completions near the limit, down to -1 at it")
+    overlong_cache: int = flag(0, "tokens over which that penalty grows; 0: a quarter of --max-tokens")
+    dynamic_sampling: bool = flag(False, "draw questions until --batch-size groups have unequal rewards")
+    max_candidate_multiplier: int = flag(4, "dynamic sampling draws at most this many times --batch-size questions")
+    advantage: Literal["reward", "opsd", "opd"] = flag(
+        "reward", "reward; or distillation: opsd from the base that reads the solution, opd from --teacher-model")
+    teacher_model: str = flag("", "hub id or folder of the teacher of --advantage opd")
+    distill_coef: float = flag(1.0, "weight of the distillation advantage")
     seed: int = flag(42, "of the training order, the adapter's start and the draws; never of the test set")
 
     device: str = flag("auto", "auto: the CUDA GPU; or cuda, cuda:1, cpu")
@@ -97,30 +112,6 @@ class Config:
     output_dir: str = flag("runs", "folder of the run folders")
 
 
-def check_config(config):
-    """Raises UserError, naming the flag, for a value with which no run makes sense."""
-    for name in ("batch_size", "max_tokens", "lora_rank", "micro_batch_size", "eval_batch_size", "steps"):
-        if getattr(config, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(config, name)}")
-    for name in ("max_samples", "max_image_tokens", "test_size", "save_every", "max_grad_norm", "learning_rate",
-                 "eval_temperature"):
-        if not 0 <= getattr(config, name) < math.inf:
-            raise UserError(f"--{name.replace('_', '-')} must be 0 or more, not {getattr(config, name)}")
-    if not 0 < config.top_p <= 1:
-        raise UserError(f"--top-p must be above 0 and at most 1, not {config.top_p}")
-    if not config.eval_only:
-        if config.group_size < 2:
-            raise UserError(f"--group-size must be at least 2, not {config.group_size}: the advantage compares a "
-                            "completion with the others of its group")
-        if not 0 < config.temperature < math.inf:
-            raise UserError(f"--temperature must be above 0 in training, not {config.temperature}: a group of equal "
-                            "completions teaches nothing")
-        if config.top_p < 1:
-            raise UserError("--top-p below 1 is for --eval-only: training needs the probabilities of the full softmax")
-    if config.loss_fn not in LOSS_FNS:
-        raise UserError(f"--loss-fn {config.loss_fn} is none of {', '.join(LOSS_FNS)}")
-
-
 # ---------------------------------------------------------------------------------------------------------- Policy
 
 
@@ -128,7 +119,7 @@ def check_config(config):
 class Policy:
     """A frozen base with a trainable LoRA adapter, and what turns text and figures into its input."""
 
-    model: object  # peft.PeftModel
+    model: object  # peft.PeftModel, or the bare base
     tokenizer: object
     image_processor: object
     stop_ids: torch.Tensor  # tokens that end a completion
@@ -137,8 +128,8 @@ class Policy:
 
     @property
     def base(self):
-        """The transformers model; PEFT has put the adapter's layers into it."""
-        return self.model.get_base_model()
+        """The transformers model; PEFT has put the adapter's layers into it. A teacher has no adapter."""
+        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
     @property
     def device(self):
@@ -151,95 +142,27 @@ class Policy:
 def load_policy(config):
     """Config -> Policy. On CUDA an NF4 base in bf16, on a CPU a float32 base; the adapter is float32 on both.
 
-    Raises UserError where there is no GPU, no such model, or a model that is not one of SUPPORTED_MODELS.
+    Raises UserError where there is no GPU, no such model, or a model of another kind than loading.SUPPORTED_MODELS.
     """
-    from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
-
-    device = pick_device(config.device)
-    quiet_libraries(device)
-    folder, revision = hub_folder(config.base_model, "model", config.model_revision,
-                                  ["*.json", "*.safetensors", "*.txt", "*.jinja"])
-    try:
-        model_config = AutoConfig.from_pretrained(folder)
-        if model_config.model_type not in SUPPORTED_MODELS:
-            raise UserError(f"--base-model {config.base_model} is a {model_config.model_type} model; supported are the "
-                            f"vision-language families {', '.join(SUPPORTED_MODELS)}")
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
-        check_fit(config.base_model, model_config, tokenizer, image_processor)
-        torch.manual_seed(config.seed)  # the adapter's start
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        nf4 = config.quantization == "nf4" or (config.quantization == "auto" and device.type == "cuda")
-        base = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, device_map={"": device},
-                                                           quantization_config=nf4_config(dtype) if nf4 else None)
-    except (OSError, ValueError, LookupError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"--base-model {config.base_model} cannot be loaded: {describe(error)}") from error
-    if device.type == "cpu":
-        keep_nf4_differentiable(base)
+    policy = load_frozen(config.base_model, config.model_revision, config)
+    device = policy.device
     if config.activation_checkpointing == "on" or (config.activation_checkpointing == "auto" and device.type == "cuda"):
-        base.activation_checkpointing_enable()
+        policy.base.activation_checkpointing_enable()
+    torch.manual_seed(config.seed)  # the adapter's start
+    policy.model = add_lora(policy.base, config)
+    return policy
+
+
+def load_frozen(name, revision, config):
+    """A model from the hub or a folder as a Policy without adapter: the base of the policy, or a teacher."""
+    base, tokenizer, image_processor, revision = load_base(name, revision, pick_device(config.device),
+                                                           config.quantization)
     stop_ids = base.generation_config.eos_token_id
     stop_ids = {tokenizer.eos_token_id, *(stop_ids if isinstance(stop_ids, list) else [stop_ids])} - {None}
-    forbidden_ids = {getattr(model_config, name, None) for name in (
+    forbidden_ids = {getattr(base.config, name, None) for name in (
         "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")} - {None}
-    return Policy(add_lora(base, config), tokenizer, image_processor, torch.tensor(sorted(stop_ids), device=device),
-                  torch.tensor(sorted(forbidden_ids), device=device), revision)
-
-
-def quiet_libraries(device):
-    """Switches off what libraries print and nobody can act on, so that the program's own lines stand out."""
-    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")  # peft calls it by its old name
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # an optional CPU kernel that is not installed
-    if device.type == "cpu":
-        transformers.logging.set_verbosity_error()  # tells to install CUDA kernels
-    if not sys.stderr.isatty():
-        transformers.logging.disable_progress_bar()
-
-
-def pick_device(name):
-    """"auto", "cuda", "cuda:1" or "cpu" -> torch.device; UserError where it is not there."""
-    try:
-        device = torch.device("cuda" if name == "auto" else name)
-    except RuntimeError as error:
-        raise UserError(f"--device {name} is none of auto, cuda, cuda:N, cpu") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError("no CUDA GPU here: run `python demo.py` to see it learn on a CPU, or add `--device cpu`")
-    if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)
-        if device.index >= torch.cuda.device_count():
-            raise UserError(f"--device {name}: only {torch.cuda.device_count()} CUDA GPU(s) here")
-        torch.cuda.set_device(device)  # where kernels of other libraries run
-    return device
-
-
-def check_fit(name, model_config, tokenizer, image_processor):
-    """Raises UserError where tokenizer or image processor do not belong to the model."""
-    vision = model_config.vision_config
-    for ours, theirs in (("patch_size", "patch_size"), ("merge_size", "spatial_merge_size"),
-                         ("temporal_patch_size", "temporal_patch_size")):
-        if getattr(image_processor, ours) != getattr(vision, theirs):
-            raise UserError(f"{name}: {ours} is {getattr(image_processor, ours)} in preprocessor_config.json and "
-                            f"{getattr(vision, theirs)} in config.json")
-    if tokenizer.convert_tokens_to_ids(IMAGE_TOKEN) != model_config.image_token_id:
-        raise UserError(f"{name}: {IMAGE_TOKEN} is token {tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)} of the tokenizer "
-                        f"and {model_config.image_token_id} in config.json")
-
-
-def nf4_config(compute_dtype):
-    """4-bit NF4 with double quantisation (QLoRA, arXiv 2305.14314) for the language model's linear layers."""
-    # Naming any module drops the default protection of lm_head, and "visual" alone would not match "model.visual".
-    # in_proj_a and in_proj_b are tiny gates of the recurrent layers, very sensitive to 4-bit.
-    return transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=compute_dtype,
-        llm_int8_skip_modules=["lm_head", "model.visual", "in_proj_a", "in_proj_b"])
-
-
-def keep_nf4_differentiable(model):
-    """On CPUs with avx512_bf16 bitsandbytes repacks 4-bit weights at the first rollout, for an op without autograd."""
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+    return Policy(base, tokenizer, image_processor, torch.tensor(sorted(stop_ids), device=base.device),
+                  torch.tensor(sorted(forbidden_ids), device=base.device), revision)
 
 
 # Every linear layer of the language model but the tiny gates: attention, gated delta net, MLP. None of the vision tower.
@@ -288,6 +211,12 @@ class Rollouts:
     def mask(self):
         """(B*G, T) bool. From lengths: a mask from `token == pad` would hide real end tokens."""
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[:, None]
+
+
+def join_rollouts(waves):
+    """Rollouts of the same length limit, one below the other."""
+    names = ("tokens", "logprobs", "entropies", "lengths", "finished")
+    return Rollouts(*(torch.cat([getattr(wave, name) for wave in waves]) for name in names), waves[0].temperature)
 
 
 @torch.no_grad()
@@ -394,6 +323,11 @@ def draw(logprobs, temperature, top_p):
 # ---------------------------------------------------------------------------------------------------------- Advantages
 
 
+def degenerate_groups(rewards):
+    """(B, G) -> (B,) bool: all rewards of the group are equal."""
+    return (rewards == rewards[:, :1]).all(1)
+
+
 def group_advantages(rewards, normalize_std=False):
     """(B, G) rewards -> (B, G) advantages: reward - group mean, and with `normalize_std` over the group's deviation.
 
@@ -406,22 +340,105 @@ def group_advantages(rewards, normalize_std=False):
     return advantages.masked_fill(degenerate_groups(rewards)[:, None], 0.0)
 
 
-def degenerate_groups(rewards):
-    """(B, G) -> (B,) bool: all rewards of the group are equal."""
-    return (rewards == rewards[:, :1]).all(1)
+def overlong_penalty(lengths, max_tokens, cache):
+    """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13): 0 up to max_tokens - cache, then linearly to -1."""
+    return ((max_tokens - cache - lengths) / cache).clamp(-1.0, 0.0)
 
 
 # ---------------------------------------------------------------------------------------------------------- Losses
+#
+# A loss takes (n, T) logprobs, old_logprobs (the sampler's), advantages and mask, and its clip bounds as keyword
+# arguments, and gives a loss for each token (n, T); what it gives outside the mask is ignored.
+
+MAX_LOG_RATIO = 20.0  # log-ratios are clamped to +-20: squares of larger ratios overflow float32 in the gradient's norm
+
+
+def log_ratio(logprobs, old_logprobs):
+    return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def importance_sampling(logprobs, old_logprobs, advantages, mask):
-    """-ratio * advantage with ratio = exp(logp - old_logp); its gradient at ratio 1 is REINFORCE's."""
-    return -(logprobs - old_logprobs).exp() * advantages
+    """-ratio A with ratio = exp(logp - old_logp): the article's loss, and REINFORCE's gradient at ratio 1."""
+    return -log_ratio(logprobs, old_logprobs).exp() * advantages
 
 
-# name -> function of (n, T) logprobs, old_logprobs, advantages, mask and keyword bounds, giving (n, T) per-token losses.
-# What it gives outside the mask is ignored. The one place to add a loss.
-LOSS_FNS = {"importance_sampling": importance_sampling}
+def ppo(logprobs, old_logprobs, advantages, mask, low=0.2, high=0.2):
+    """-min(ratio A, clip(ratio, 1 - low, 1 + high) A) (Schulman et al. 2017, arXiv 1707.06347, eq. 7)."""
+    ratio = log_ratio(logprobs, old_logprobs).exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+
+
+def cispo(logprobs, old_logprobs, advantages, mask, low=0.0, high=4.0):
+    """-stop_gradient(clip(ratio, low, high)) A logp: a clipped token keeps a gradient (MiniMax-M1, arXiv 2506.13585)."""
+    ratio = log_ratio(logprobs, old_logprobs).exp()
+    return -ratio.clamp(low, high).detach() * advantages * logprobs
+
+
+def gspo(logprobs, old_logprobs, advantages, mask, low=3e-4, high=4e-4):
+    """-min(s A, clip(s, 1 - low, 1 + high) A), s the exp of the row's mean log-ratio (GSPO, arXiv 2507.18071)."""
+    s = sequence_ratio(logprobs, old_logprobs, mask)  # (n, 1)
+    return -torch.minimum(s * advantages, s.clamp(1 - low, 1 + high) * advantages)
+
+
+def sequence_ratio(logprobs, old_logprobs, mask):
+    """(n, T) -> (n, 1) geometric mean of a row's token ratios."""
+    mean = ((logprobs - old_logprobs) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+    return mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+LOSS_FNS = {"importance_sampling": importance_sampling, "ppo": ppo, "cispo": cispo, "gspo": gspo}  # add yours here
+
+
+@torch.no_grad()
+def loss_diagnostics(name, logprobs, old_logprobs, advantages, mask, low=None, high=None):
+    """What a loss did to these rows -> metrics: ratios, approximate KL(old || new), and the share that was clipped.
+
+    k1 = -log ratio and k3 = ratio - 1 - log ratio both estimate the KL divergence without bias
+    (http://joschu.net/blog/kl-approx.html); k3 is never negative.
+    """
+    log = log_ratio(logprobs, old_logprobs)
+    ratio, metrics = log.exp(), {}
+    metrics |= {"trainer/ratio_mean": ratio[mask].mean(), "trainer/ratio_min": ratio[mask].min(),
+                "trainer/ratio_max": ratio[mask].max(), "trainer/kl_k1": -log[mask].mean(),
+                "trainer/kl_k3": (ratio - 1 - log)[mask].mean()}
+    if name == "ppo":  # clipped: where the minimum took the constant
+        clipped_low, clipped_high = (ratio < 1 - low) & (advantages < 0), (ratio > 1 + high) & (advantages > 0)
+        key = "ppo/clip_fraction"
+    elif name == "cispo":
+        clipped_low, clipped_high, key = ratio < low, ratio > high, "cispo/clip_fraction"
+        metrics["cispo/ratio_mean"] = metrics["trainer/ratio_mean"]
+    elif name == "gspo":
+        s = sequence_ratio(logprobs, old_logprobs, mask)
+        clipped_low, clipped_high = (s < 1 - low) & (advantages < 0), (s > 1 + high) & (advantages > 0)
+        mask, key = mask & (mask.cumsum(1) == 1), "gspo/sequence_clip_fraction"  # one vote a row
+    else:
+        return {key: value.item() for key, value in metrics.items()}
+    low_share, high_share = clipped_low[mask].float().mean(), clipped_high[mask].float().mean()
+    metrics |= {key: low_share + high_share, f"{key}_low": low_share, f"{key}_high": high_share}
+    return {key: value.item() for key, value in metrics.items()}
+
+
+def loss_bounds(config):
+    """The keyword arguments of the chosen loss: its own defaults, but for what the command line sets."""
+    own = {name: p.default for name, p in inspect.signature(LOSS_FNS[config.loss_fn]).parameters.items()
+           if p.default is not inspect.Parameter.empty}
+    given = {"low": config.clip_low, "high": config.clip_high}
+    return own | {name: value for name, value in given.items() if name in own and value is not None}
+
+
+def loss_reduction(config):
+    if config.loss_reduction != "auto":
+        return config.loss_reduction
+    return "sequence" if config.loss_fn == "gspo" else "token"
+
+
+# Loss reductions: (n, T) mask of all rows of an update -> (n, T) weights; the update's loss is sum(weights * loss).
+# Rows that do not train, such as those of degenerate groups, are not among the n and count in no denominator.
+LOSS_REDUCTIONS = {
+    "token": lambda mask, max_tokens: mask / mask.sum(),  # one mean over all tokens (DAPO, eq. 12)
+    "sequence": lambda mask, max_tokens: mask / mask.sum(1, keepdim=True) / len(mask),  # GRPO: within rows, over rows
+    "constant": lambda mask, max_tokens: mask / (len(mask) * max_tokens),  # Dr. GRPO (arXiv 2503.20783)
+}
 
 
 # ---------------------------------------------------------------------------------------------------------- Learner
@@ -461,85 +478,169 @@ def token_logprobs(head, hidden, tokens, forbidden_ids, temperature):
     return allowed_logprobs(head(hidden), forbidden_ids, temperature).gather(1, tokens[:, None])[:, 0]
 
 
-def accumulate_gradients(policy, prompts, rollouts, advantages, rows, config):
-    """Adds the gradient of the mean per-token loss over `rows` to the adapter's; gives loss and |dlogp| metrics.
+@torch.no_grad()
+def frozen_logprobs(policy, prompts, rollouts, config):
+    """(B*G, T) log-probabilities of all rollouts, without gradients: of a teacher, or of the base for the KL term."""
+    policy.base.eval()
+    rows = torch.arange(len(rollouts.tokens), device=policy.device).split(config.micro_batch_size)
+    return torch.cat([completion_logprobs(policy, prompts, rollouts, micro) for micro in rows])
 
-    `advantages` is (B*G, T). The denominator is fixed before the micro-batches, so the way they are cut changes
-    nothing. |dlogp| compares the sampler's log-probabilities with the learner's: 0 but for rounding.
+
+def accumulate_gradients(policy, prompts, rollouts, advantages, rows, config, base_logprobs=None):
+    """Adds the gradient of the reduced loss over `rows` to the adapter's -> (loss, (B*G, T) log-probabilities found).
+
+    `advantages` is (B*G, T), and so is `base_logprobs`, which the KL term needs. The denominators are fixed before the
+    micro-batches, so the way rows are cut into them changes nothing.
     """
     policy.base.train()  # activation checkpointing works in training mode only; nothing here has dropout
     rows = rows[rollouts.lengths[rows].argsort(stable=True)]  # rows of like length waste little padding
-    total_tokens = rollouts.lengths[rows].sum()
-    loss_sum, dlogp_sum, dlogp_max = 0.0, 0.0, 0.0
+    weights = torch.zeros_like(rollouts.logprobs)
+    weights[rows] = LOSS_REDUCTIONS[loss_reduction(config)](rollouts.mask[rows], rollouts.tokens.shape[1])
+    found, total = torch.zeros_like(rollouts.logprobs), 0.0
     for micro in rows.split(config.micro_batch_size):
-        mask, old_logprobs = rollouts.mask[micro], rollouts.logprobs[micro]
+        mask = rollouts.mask[micro]
         logprobs = completion_logprobs(policy, prompts, rollouts, micro)
-        per_token = LOSS_FNS[config.loss_fn](logprobs, old_logprobs, advantages[micro], mask)  # (n, T)
-        loss = per_token[mask].sum() / total_tokens
+        per_token = LOSS_FNS[config.loss_fn](logprobs, rollouts.logprobs[micro], advantages[micro], mask,
+                                             **loss_bounds(config))
+        if config.kl_coef:  # k3 estimate of KL(policy || base)
+            away = log_ratio(base_logprobs[micro], logprobs)
+            per_token = per_token + config.kl_coef * (away.exp() - 1 - away)
+        loss = (per_token * weights[micro])[mask].sum()
         loss.backward()
-        dlogp = (logprobs.detach() - old_logprobs)[mask].abs()
-        loss_sum, dlogp_sum = loss_sum + loss.item(), dlogp_sum + dlogp.sum().item()
-        dlogp_max = max(dlogp_max, dlogp.max().item())
-    return {"trainer/loss_mean": loss_sum, "trainer/dlogp_mean": dlogp_sum / total_tokens.item(),
-            "trainer/dlogp_max": dlogp_max}
+        found[micro], total = logprobs.detach(), total + loss.item()
+    return total, found
 
 
-def update(policy, optimizer, prompts, rollouts, advantages, degenerate, config):
-    """One optimiser step on the groups that are not degenerate. Gives metrics, None where there was no update."""
-    group_size = len(rollouts.tokens) // len(prompts.ids)
-    rows = (~degenerate).repeat_interleave(group_size).nonzero()[:, 0]
-    if len(rows) == 0:
-        return {"train_datums": 0, "trainer/loss_mean": None, "trainer/dlogp_mean": None, "trainer/dlogp_max": None,
-                "trainer/grad_norm": None}
-    advantages = advantages.reshape(-1, 1).expand_as(rollouts.logprobs)  # GRPO gives each token its row's number
-    metrics = accumulate_gradients(policy, prompts, rollouts, advantages, rows, config)
+def optimizer_step(policy, optimizer, config):
+    """Clips the gradient and steps -> the norm before clipping. Raises UserError, before stepping, if it is not finite."""
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm or math.inf).item()
     if not math.isfinite(norm):
         raise UserError(f"the gradient norm is {norm}: stopped before the adapter was touched; try a smaller "
                         "--learning-rate, and go on from the last checkpoint with --adapter")
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return {"train_datums": len(rows), **metrics, "trainer/grad_norm": norm}
+    return norm
+
+
+def update(policy, optimizer, prompts, rollouts, advantages, rows, config, base_logprobs=None):
+    """Learns from the rollouts `rows`: `updates_per_rollout` passes, each over shuffled minibatches. Gives metrics.
+
+    Means over the optimiser steps, but for dlogp and first_*, which are of the first: only there is the learner still
+    the policy that sampled, so that |dlogp| is rounding alone.
+    """
+    steps = []
+    for _ in range(config.updates_per_rollout if len(rows) else 0):
+        order = torch.randperm(len(rows)).to(rows.device) if config.minibatches > 1 else slice(None)
+        for minibatch in rows[order].chunk(config.minibatches):
+            loss, found = accumulate_gradients(policy, prompts, rollouts, advantages, minibatch, config, base_logprobs)
+            mask, old = rollouts.mask[minibatch], rollouts.logprobs[minibatch]
+            if not steps:
+                dlogp = (found[minibatch] - old)[mask].abs()
+            steps.append({"trainer/loss_mean": loss, **loss_diagnostics(
+                config.loss_fn, found[minibatch], old, advantages[minibatch], mask, **loss_bounds(config)),
+                "trainer/grad_norm": optimizer_step(policy, optimizer, config)})
+    if not steps:
+        return {"train_datums": 0, "trainer/optimizer_steps": 0, "trainer/loss_mean": None, "trainer/grad_norm": None,
+                "trainer/dlogp_mean": None, "trainer/dlogp_max": None}
+    pick = {"trainer/ratio_min": min, "trainer/ratio_max": max}
+    metrics = {key: pick.get(key, statistics.fmean)(step[key] for step in steps) for key in steps[0]}
+    first = {f"{key}_first": value for key, value in steps[0].items() if key.endswith("clip_fraction")}
+    return {"train_datums": len(rows), "trainer/optimizer_steps": len(steps), **metrics, **first,
+            "trainer/dlogp_mean": dlogp.mean().item(), "trainer/dlogp_max": dlogp.max().item()}
 
 
 # ---------------------------------------------------------------------------------------------------------- Loop
 
 
-def train_step(policy, optimizer, questions, config, progress=None):
-    """Sample, reward, compare, update, for one batch of questions. Gives the step's metrics and rollout records."""
-    started = time.perf_counter()
-    prompts = encode_prompts(policy.tokenizer, policy.image_processor, questions, config.max_image_tokens)
-    prompts = prompts.to(policy.device)
-    sampling = time.perf_counter()
-    rollouts = sample(policy, prompts, config.group_size, config.max_tokens, config.temperature, progress=progress)
-    texts = completion_texts(policy, rollouts)
-    learning = time.perf_counter()
-    labels = [question.label for question in questions for _ in range(config.group_size)]
-    rewards = torch.tensor([grade(text, label) for text, label in zip(texts, labels)]).view(len(questions), -1)  # (B, G)
-    advantages, degenerate = group_advantages(rewards, config.normalize_std), degenerate_groups(rewards)
-    metrics = update(policy, optimizer, prompts, rollouts, advantages.to(policy.device), degenerate.to(policy.device),
-                     config)
-    ended = time.perf_counter()
+@dataclass
+class Batch:
+    """B questions with G graded completions each."""
 
-    choices = [extract_choice(text) for text in texts]
-    tokens = rollouts.lengths.sum().item()
-    metrics = {
-        "reward": rewards.mean().item(),
-        "format_rate": sum(choice is not None for choice in choices) / len(choices),
-        "degenerate_fraction": degenerate.float().mean().item(),
-        "rollout/completion_tokens_mean": tokens / len(texts),
-        "rollout/truncated_fraction": 1 - rollouts.finished.float().mean().item(),
-        "rollout/entropy": rollouts.entropies.sum().item() / tokens,
-        "rollout/downsized_figures": len(prompts.downsized),
-        **metrics,
-        "time/sampling": learning - sampling, "time/learning": ended - learning, "time/rest": sampling - started,
-        "rate/tokens_per_second": tokens / (learning - sampling), "memory/peak_gib": peak_memory_gib(policy.device)}
-    records = [{"question": questions[i // config.group_size].id, "tokens": row[:length], "text": text,
-                "choice": choice, "reward": reward, "advantage": advantage, "length": length, "truncated": not done}
-               for i, (row, length, text, choice, reward, advantage, done) in enumerate(zip(
-                   rollouts.tokens.tolist(), rollouts.lengths.tolist(), texts, choices, rewards.flatten().tolist(),
-                   advantages.flatten().tolist(), rollouts.finished.tolist()))]
-    return metrics, records, prompts.downsized
+    questions: list
+    prompts: Prompts
+    rollouts: Rollouts
+    texts: list[str]  # B*G
+    rewards: torch.Tensor  # (B, G), 1 for the right option
+    sampling_seconds: float
+
+
+def draw_batch(policy, questions, config, progress=None):
+    """Questions -> Batch: encode, sample, grade."""
+    prompts = encode_prompts(policy.tokenizer, policy.image_processor, questions, config.max_image_tokens)
+    started = time.perf_counter()
+    rollouts = sample(policy, prompts.to(policy.device), config.group_size, config.max_tokens, config.temperature,
+                      progress=progress)
+    texts = completion_texts(policy, rollouts)
+    seconds = time.perf_counter() - started
+    labels = [question.label for question in questions for _ in range(config.group_size)]
+    rewards = torch.tensor([grade(text, label) for text, label in zip(texts, labels)]).view(len(questions), -1)
+    return Batch(questions, prompts, rollouts, texts, rewards, seconds)
+
+
+def draw_informative_batch(policy, take, config, progress=None):
+    """Dynamic sampling (DAPO, section 3.2): waves of questions until `batch_size` groups are informative, which means
+    that their rewards are not all equal, or `max_candidate_multiplier` times as many were drawn.
+
+    Each wave asks only for what is missing. Gives all the candidates as one Batch, and the number of waves.
+    """
+    waves, missing, left = [], config.batch_size, config.batch_size * config.max_candidate_multiplier
+    while missing and left:
+        waves.append(draw_batch(policy, take(min(missing, left)), config, progress))
+        left -= len(waves[-1].questions)
+        missing -= int((~degenerate_groups(waves[-1].rewards)).sum())
+    return Batch([q for wave in waves for q in wave.questions], join_prompts([wave.prompts for wave in waves]),
+                 join_rollouts([wave.rollouts for wave in waves]), [text for wave in waves for text in wave.texts],
+                 torch.cat([wave.rewards for wave in waves]), sum(wave.sampling_seconds for wave in waves)), len(waves)
+
+
+def distillation_advantages(policy, teacher, batch, config):
+    """(B*G, T) advantages coef * (teacher logp - student's sampled logp), and their metric: no reward is needed.
+
+    opsd: the teacher is the base policy that also reads the worked solution; opd: it is another model.
+    """
+    prompts = encode_prompts(teacher.tokenizer, teacher.image_processor, batch.questions, config.max_image_tokens,
+                             with_solution=config.advantage == "opsd").to(policy.device)
+    with policy.model.disable_adapter() if teacher is policy else contextlib.nullcontext():
+        logprobs = frozen_logprobs(teacher, prompts, batch.rollouts, config)
+    advantages = config.distill_coef * (logprobs - batch.rollouts.logprobs)
+    return advantages, {"opd/reverse_kl_mean": (batch.rollouts.logprobs - logprobs)[batch.rollouts.mask].mean().item()}
+
+
+def train_step(policy, optimizer, take, config, teacher=None, progress=None):
+    """Sample, reward, compare, update, once. `take(n)` gives the next n questions. Gives metrics and the Batch."""
+    started = time.perf_counter()
+    if config.dynamic_sampling:
+        batch, waves = draw_informative_batch(policy, take, config, progress)
+    else:
+        batch, waves = draw_batch(policy, take(config.batch_size), config, progress), 1
+    sampled = time.perf_counter()
+    rollouts, rewards = batch.rollouts, batch.rewards
+    degenerate, shaped = degenerate_groups(rewards), rewards
+    if config.overlong_penalty:
+        cache = config.overlong_cache or config.max_tokens // 4
+        shaped = rewards + overlong_penalty(rollouts.lengths.cpu(), config.max_tokens, cache).view_as(rewards)
+    extra = {}
+    if config.advantage == "reward":
+        advantages = group_advantages(shaped, config.normalize_std).masked_fill(degenerate[:, None], 0.0)
+        advantages = advantages.to(policy.device).reshape(-1, 1).expand_as(rollouts.logprobs)  # one number for each row
+    else:
+        advantages, extra = distillation_advantages(policy, teacher, batch, config)
+    trains = torch.ones(len(batch.texts), dtype=torch.bool, device=policy.device)
+    if config.advantage == "reward" and not config.kl_coef:  # else rows without an advantage have a gradient as well
+        trains &= ~degenerate.to(policy.device).repeat_interleave(config.group_size)
+    if config.mask_truncated:
+        trains &= rollouts.finished
+    base_logprobs = None
+    if config.kl_coef:
+        with policy.model.disable_adapter():
+            base_logprobs = frozen_logprobs(policy, batch.prompts, rollouts, config)
+        extra["trainer/base_kl_k1"] = (rollouts.logprobs - base_logprobs)[rollouts.mask].mean().item()
+    learned = update(policy, optimizer, batch.prompts, rollouts, advantages, trains.nonzero()[:, 0], config,
+                     base_logprobs)
+    ended = time.perf_counter()
+    seconds = {"time/sampling": batch.sampling_seconds, "time/learning": ended - sampled,
+               "time/rest": sampled - started - batch.sampling_seconds}
+    return batch_metrics(batch, shaped, waves) | extra | learned | seconds, batch, advantages
 
 
 def completion_texts(policy, rollouts):
@@ -550,19 +651,22 @@ def completion_texts(policy, rollouts):
 
 def train(config):
     """Trains as `config` says and gives the run directory's path. Raises UserError for what a user can mend."""
+    config = with_preset(config)
     run, policy, train_questions, test_questions = prepare(config, with_train=True)
+    teacher = load_teacher(policy, train_questions, config)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     before = evaluate_policy(policy, test_questions, config, run, "base") if config.evaluate else None
     torch.manual_seed(config.seed)  # the draws do not depend on whether an evaluation ran
+    order = (train_questions[i % len(train_questions)] for i in itertools.count())
+
+    def take(count):
+        return list(itertools.islice(order, count))
+
     with tqdm(total=config.steps, desc="steps", disable=None) as bar:
         for step in range(1, config.steps + 1):
-            first = (step - 1) * config.batch_size
-            questions = [train_questions[i % len(train_questions)] for i in range(first, first + config.batch_size)]
             with sampling_bar(config) as progress:
-                metrics, records, downsized = train_step(policy, optimizer, questions, config, progress)
-            run.tell(downsized)
-            run.save_step(step, metrics, records, questions)
-            run.show_step(step, metrics, records[:config.group_size] if config.show_samples else [])
+                metrics, batch, advantages = train_step(policy, optimizer, take, config, teacher, progress)
+            run.save_step(step, metrics, batch, advantages)
             if step == config.steps or (config.save_every and step % config.save_every == 0):
                 policy.model.save_pretrained(run.path / f"step-{step}", save_embedding_layers=False)
             bar.update()
@@ -575,15 +679,28 @@ def train(config):
     return run.path
 
 
+def load_teacher(policy, questions, config):
+    """The teacher of a distillation: None, the policy itself with its adapter off, or another model."""
+    if config.advantage == "opsd":
+        unsolved = [question.id for question in questions if not question.answer.strip()]
+        if unsolved:
+            raise UserError(f"--advantage opsd: {len(unsolved)} questions have no worked solution (column answer), "
+                            f"the first is {unsolved[0]}")
+        return policy
+    if config.advantage == "reward":
+        return None
+    teacher = load_frozen(config.teacher_model, "", config)
+    if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+        raise UserError(f"--teacher-model {config.teacher_model} has another tokenizer than {config.base_model}")
+    return teacher
+
+
 def prepare(config, with_train):
     """What both train and evaluate need -> (run directory, policy, training questions or None, test questions or None).
 
     The cheap checks come first: a wrong flag or data set is told before gigabytes of weights are fetched.
     """
-    if Version(transformers.__version__) < Version("5.24"):
-        raise UserError(f"transformers {transformers.__version__} is too old, 5.24 is needed: older ones give wrong "
-                        "numbers for padded batches without any error; pip install -U -r requirements.txt")
-    check_config(config)
+    check_config(config, LOSS_FNS)
     pick_device(config.device)
     path = free_run_path(config)
     train_questions = test_questions = None
@@ -637,38 +754,6 @@ def evaluate(config):
     print(results_table(results))
     print(f"run directory: {run.path}")
     return results
-
-
-# ---------------------------------------------------------------------------------------------------------- Command line
-
-
-class OneLineParser(transformers.HfArgumentParser):
-    """The dataclass is the command line. A wrong flag is one line and exit code 2."""
-
-    def error(self, message):
-        print(f"error: {message} (--help lists the flags)", file=sys.stderr)
-        sys.exit(2)
-
-
-def run_command_line(config_class, action, argv=None):
-    """Parses the flags into `config_class` and calls `action(config)`; a UserError becomes one line and exit code 2."""
-    parser = OneLineParser(config_class, allow_abbrev=False, description=sys.modules[config_class.__module__].__doc__,
-                           formatter_class=argparse.RawDescriptionHelpFormatter)
-    config, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True, look_for_args_file=False)
-    if unknown:
-        parser.error(f"unknown flag {unknown[0]}")
-    try:
-        action(config)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except torch.OutOfMemoryError:
-        print("error: out of GPU memory: lower --micro-batch-size (learning), --batch-size or --max-tokens (sampling), "
-              "--eval-batch-size (evaluation); checkpoints already written are good", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted: checkpoints already written are good, --adapter goes on from one", file=sys.stderr)
-        sys.exit(130)
 
 
 if __name__ == "__main__":

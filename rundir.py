@@ -20,6 +20,7 @@ import torch
 from tqdm import tqdm
 
 from hub import UserError
+from reward import extract_choice
 from vision_tokens import on_white
 
 
@@ -69,11 +70,15 @@ class RunDir:
         with open(self.path / name, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
-    def save_step(self, step, metrics, records, questions):
-        for question in questions:
+    def save_step(self, step, metrics, batch, advantages):
+        """Files the step and prints its line. `batch` is a grpo.Batch, `advantages` (B*G, T)."""
+        for question in batch.questions:
             self.store_question(question)
+        records = rollout_records(batch, advantages)
         self.append("rollouts.jsonl", ({"step": step, **record} for record in records))
         self.append("metrics.jsonl", [{"step": step, **metrics}])
+        self.tell(batch.prompts.downsized)
+        self.show_step(step, metrics, records[:batch.rewards.shape[1]] if self.config.show_samples else [])
 
     def store_question(self, question):
         """Question and figure, at first use only."""
@@ -106,6 +111,35 @@ class RunDir:
         for record in group:
             tqdm.write(f"  question {record['question']} reward {record['reward']:.0f} advantage "
                        f"{record['advantage']:+.2f} tokens {record['length']}: {printable(record['text'])}")
+
+
+def rollout_records(batch, advantages):
+    """A grpo.Batch -> one dict a completion; its advantage is the mean over its tokens, which GRPO makes all equal."""
+    rollouts, group_size = batch.rollouts, batch.rewards.shape[1]
+    advantages = (advantages * rollouts.mask).sum(1) / rollouts.lengths
+    columns = (rollouts.tokens, rollouts.lengths, rollouts.finished, batch.rewards.flatten(), advantages)
+    return [{"question": batch.questions[i // group_size].id, "tokens": tokens[:length], "text": batch.texts[i],
+             "choice": extract_choice(batch.texts[i]), "reward": reward, "advantage": advantage, "length": length,
+             "truncated": not finished}
+            for i, (tokens, length, finished, reward, advantage) in enumerate(zip(*(c.tolist() for c in columns)))]
+
+
+def batch_metrics(batch, shaped_rewards, waves):
+    """What the sampler did -> metrics, under the names of the experiment where it has them."""
+    rollouts, rewards = batch.rollouts, batch.rewards
+    tokens, degenerate = rollouts.lengths.sum().item(), (rewards == rewards[:, :1]).all(1).float().mean().item()
+    metrics = {
+        "reward": rewards.mean().item(),
+        "format_rate": sum(extract_choice(text) is not None for text in batch.texts) / len(batch.texts),
+        "degenerate_fraction": degenerate, "informative_fraction": 1 - degenerate,
+        "rollout/shaped_reward": shaped_rewards.mean().item(),
+        "rollout/completion_tokens_mean": tokens / len(batch.texts),
+        "rollout/truncated_fraction": 1 - rollouts.finished.float().mean().item(),
+        "rollout/entropy": rollouts.entropies.sum().item() / tokens,
+        "rollout/downsized_figures": len(batch.prompts.downsized),
+        "rollout/questions": len(batch.questions), "rollout/waves": waves}
+    return metrics | {"rate/tokens_per_second": tokens / batch.sampling_seconds,
+                      "memory/peak_gib": peak_memory_gib(rollouts.tokens.device)}
 
 
 def printable(text):

@@ -8,12 +8,14 @@ Only the tokenizer and the image processor are used: `AutoProcessor` would need 
 """
 
 import functools
+import itertools
 import json
 import struct
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image, ImageOps
 
 from geoqa import format_question
@@ -91,10 +93,10 @@ def _pixel_limits(image_processor, max_image_tokens):
     return {"min_pixels": min(low, high), "max_pixels": high}
 
 
-def encode_prompts(tokenizer, image_processor, questions, max_image_tokens=1024):
+def encode_prompts(tokenizer, image_processor, questions, max_image_tokens=1024, with_solution=False):
     """Questions -> `Prompts` on the CPU: one user turn each, text first, then the figure, thinking switched off.
 
-    Figures above `max_image_tokens` visual tokens (0: no limit) are downsized and named in `downsized`.
+    `with_solution` is for a teacher: the worked solution stands in the prompt. Figures above `max_image_tokens` visual tokens (0: no limit) are downsized and named in `downsized`.
     Raises UserError where the chat template does not place one text and one figure.
     """
     rows, patches, grids, counts, downsized = [], [], [], [], []
@@ -111,20 +113,42 @@ def encode_prompts(tokenizer, image_processor, questions, max_image_tokens=1024)
                                  size={"shortest_edge": limits["min_pixels"], "longest_edge": limits["max_pixels"]})
         head, tail = _template_ids(tokenizer)
         place = tail.index(image_id)
-        text = _plain_text_ids(tokenizer, format_question(question), question.id)
+        text = _plain_text_ids(tokenizer, format_question(question, with_solution), question.id)
         rows.append(head + text + tail[:place] + [image_id] * count + tail[place + 1:])
         patches.append(pixels["pixel_values"])
         grids.append(pixels["image_grid_thw"])
         counts.append(count)
 
-    width = max(map(len, rows))
-    input_ids = torch.full((len(rows), width), tokenizer.pad_token_id)
-    attention_mask = torch.zeros_like(input_ids)
-    for i, row in enumerate(rows):
-        input_ids[i, width - len(row):] = torch.tensor(row)
-        attention_mask[i, width - len(row):] = 1
+    input_ids = left_padded([torch.tensor(row) for row in rows], tokenizer.pad_token_id)
+    attention_mask = left_padded([torch.ones(len(row), dtype=torch.long) for row in rows], 0)
     return Prompts(input_ids, attention_mask, torch.cat(patches), torch.cat(grids), (input_ids == image_id).int(),
                    [question.id for question in questions], counts, downsized)
+
+
+def left_padded(rows, value):
+    """Tensors (..., P_i) -> one (rows, ..., max P_i), padded at the left with `value`."""
+    width = max(row.shape[-1] for row in rows)
+    return torch.stack([F.pad(row, (width - row.shape[-1], 0), value=value) for row in rows])
+
+
+def join_prompts(waves):
+    """Several sampled Prompts -> one, features and positions with them, so that no figure is encoded again."""
+    def rows(name, dim=0):
+        return [row for wave in waves for row in getattr(wave, name).unbind(dim)]
+
+    def flat(name):
+        return [item for wave in waves for item in getattr(wave, name)]
+
+    if len(waves) == 1:
+        return waves[0]
+    features = type(waves[0].features)(pooler_output=tuple(f for w in waves for f in w.features.pooler_output))
+    if getattr(waves[0].features, "deepstack_features", None) is not None:
+        layers = zip(*(wave.features.deepstack_features for wave in waves))
+        features.deepstack_features = [tuple(itertools.chain(*layer)) for layer in layers]
+    return Prompts(left_padded(rows("input_ids"), 0), left_padded(rows("attention_mask"), 0),
+                   torch.cat([wave.pixel_values for wave in waves]), torch.cat([wave.image_grid_thw for wave in waves]),
+                   left_padded(rows("mm_token_type_ids"), 0), flat("ids"), flat("image_tokens"), flat("downsized"),
+                   features, left_padded(rows("position_ids", 1), 0).transpose(0, 1))
 
 
 @functools.lru_cache(maxsize=4)

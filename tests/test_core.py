@@ -43,9 +43,8 @@ def test_sampler_equals_learner_after_an_update(load):
     rollouts = uneven_rollouts(policy, prompts)
     before = dlogp(policy, prompts, rollouts)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
-    advantages = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-    metrics = grpo.update(policy, optimizer, prompts, rollouts, advantages, torch.zeros(3, dtype=torch.bool),
-                          grpo.Config())
+    advantages = torch.randn(rollouts.tokens.shape, generator=torch.Generator().manual_seed(0))
+    metrics = grpo.update(policy, optimizer, prompts, rollouts, advantages, torch.arange(12), grpo.Config())
     assert metrics["trainer/dlogp_max"] <= 1e-4 and before <= 1e-4
     assert dlogp(policy, prompts, rollouts) > 1e-2, "the update changed nothing"
     rollouts = grpo.sample(policy, prompts, 4, 80)
@@ -103,9 +102,10 @@ def test_image_tokens_are_never_drawn(load):
 # 2. Gradients
 
 
-def gradient(policy, prompts, rollouts, advantages, micro_batch_size):
+def gradient(policy, prompts, rollouts, advantages, micro_batch_size, base_logprobs=None, **flags):
+    """The gradient of all rows' loss by all adapter weights, as one vector."""
     grpo.accumulate_gradients(policy, prompts, rollouts, advantages, torch.tensor(all_rows(rollouts)),
-                              grpo.Config(micro_batch_size=micro_batch_size))
+                              grpo.Config(micro_batch_size=micro_batch_size, **flags), base_logprobs)
     flat = torch.cat([p.grad.flatten() for p in policy.parameters()])
     for p in policy.parameters():
         p.grad = None
@@ -374,7 +374,7 @@ def test_lora_of_the_other_families(load, family):
         *(f"self_attn.{p}_proj" for p in "qkvo"), *(f"mlp.{p}_proj" for p in ("gate", "up", "down")))}
 
 
-# Advantages and loss
+# Advantages
 
 
 def test_group_advantages():
@@ -386,14 +386,3 @@ def test_group_advantages():
     seven = torch.full((1, 7), 0.1)  # the float32 mean of seven 0.1 is not 0.1
     assert (seven - seven.mean()).abs().max() > 0
     assert (grpo.group_advantages(seven) == 0).all() and (grpo.group_advantages(seven, True) == 0).all()
-
-
-def test_importance_sampling_value_and_gradient():
-    generator = torch.Generator().manual_seed(0)
-    logp = torch.randn(3, 5, generator=generator, dtype=torch.float64, requires_grad=True)
-    old, advantages = (torch.randn(3, 5, generator=generator, dtype=torch.float64) for _ in range(2))
-    loss = grpo.LOSS_FNS["importance_sampling"](logp, old, advantages, torch.ones(3, 5, dtype=torch.bool))
-    ratio = (logp.detach() - old).exp()
-    assert torch.equal(loss, -ratio * advantages)
-    loss.sum().backward()
-    assert torch.allclose(logp.grad, -ratio * advantages)

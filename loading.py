@@ -1,0 +1,100 @@
+"""Models from a folder or the hub: device, 4-bit, and whether tokenizer and image processor fit. Nothing of GRPO."""
+
+import logging
+import sys
+import warnings
+
+import torch
+import transformers
+from safetensors import SafetensorError
+
+from hub import UserError, hub_folder
+from rundir import describe
+from vision_tokens import IMAGE_TOKEN
+
+SUPPORTED_MODELS = ("qwen3_5", "qwen3_vl", "qwen2_5_vl", "qwen2_vl")
+
+
+def load_base(name, revision, device, quantization="auto"):
+    """-> (frozen model in eval mode, tokenizer, image processor, resolved revision).
+
+    `quantization`: "nf4", "none", or "auto", which is nf4 on CUDA and none on a CPU. Computes in bf16 on CUDA and in
+    float32 on a CPU. Raises UserError for what is not a loadable vision-language model of SUPPORTED_MODELS.
+    """
+    from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+
+    quiet_libraries(device)
+    folder, revision = hub_folder(name, "model", revision, ["*.json", "*.safetensors", "*.txt", "*.jinja"])
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        if config.model_type not in SUPPORTED_MODELS:
+            raise UserError(f"{name} is a {config.model_type} model; supported are the vision-language families "
+                            f"{', '.join(SUPPORTED_MODELS)}")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+        check_fit(name, config, tokenizer, image_processor)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        nf4 = quantization == "nf4" or (quantization == "auto" and device.type == "cuda")
+        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, device_map={"": device},
+                                                            quantization_config=nf4_config(dtype) if nf4 else None)
+    except (OSError, ValueError, LookupError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"the model {name} cannot be loaded: {describe(error)}") from error
+    if device.type == "cpu":
+        keep_nf4_differentiable(model)
+    return model.requires_grad_(False).eval(), tokenizer, image_processor, revision
+
+
+def quiet_libraries(device):
+    """Switches off what libraries print and nobody can act on, so that the program's own lines stand out."""
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")  # peft calls it by its old name
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # an optional CPU kernel that is not installed
+    if device.type == "cpu":
+        transformers.logging.set_verbosity_error()  # tells to install CUDA kernels
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
+
+
+def pick_device(name):
+    """"auto", "cuda", "cuda:1" or "cpu" -> torch.device; UserError where it is not there."""
+    try:
+        device = torch.device("cuda" if name == "auto" else name)
+    except RuntimeError as error:
+        raise UserError(f"--device {name} is none of auto, cuda, cuda:N, cpu") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError("no CUDA GPU here: run `python demo.py` to see it learn on a CPU, or add `--device cpu`")
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        if device.index >= torch.cuda.device_count():
+            raise UserError(f"--device {name}: only {torch.cuda.device_count()} CUDA GPU(s) here")
+        torch.cuda.set_device(device)  # where kernels of other libraries run
+    return device
+
+
+def check_fit(name, model_config, tokenizer, image_processor):
+    """Raises UserError where tokenizer or image processor do not belong to the model."""
+    vision = model_config.vision_config
+    for ours, theirs in (("patch_size", "patch_size"), ("merge_size", "spatial_merge_size"),
+                         ("temporal_patch_size", "temporal_patch_size")):
+        if getattr(image_processor, ours) != getattr(vision, theirs):
+            raise UserError(f"{name}: {ours} is {getattr(image_processor, ours)} in preprocessor_config.json and "
+                            f"{getattr(vision, theirs)} in config.json")
+    if tokenizer.convert_tokens_to_ids(IMAGE_TOKEN) != model_config.image_token_id:
+        raise UserError(f"{name}: {IMAGE_TOKEN} is token {tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)} of the tokenizer "
+                        f"and {model_config.image_token_id} in config.json")
+
+
+def nf4_config(compute_dtype):
+    """4-bit NF4 with double quantisation (QLoRA, arXiv 2305.14314) for the language model's linear layers."""
+    # Naming any module drops the default protection of lm_head, and "visual" alone would not match "model.visual".
+    # in_proj_a and in_proj_b are tiny gates of the recurrent layers, very sensitive to 4-bit.
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute_dtype,
+        llm_int8_skip_modules=["lm_head", "model.visual", "in_proj_a", "in_proj_b"])
+
+
+def keep_nf4_differentiable(model):
+    """On CPUs with avx512_bf16 bitsandbytes repacks 4-bit weights at the first rollout, for an op without autograd."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
