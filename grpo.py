@@ -41,7 +41,7 @@ from hub import UserError
 from loading import load_base, pick_device
 from reward import extract_choice, grade
 from rundir import RunDir, batch_metrics, compare, describe, free_run_path, results_table
-from settings import check_config, run_command_line, with_preset
+from settings import check_config, check_solutions, run_command_line, with_preset
 from vision_tokens import Prompts, encode_figures, encode_prompts, join_prompts, prompt_positions, select_figures
 
 LOGIT_CHUNK = 256  # tokens whose logits exist at once in the learner: 256 x 248,320 x 4 bytes is 0.25 GB
@@ -525,8 +525,8 @@ def optimizer_step(policy, optimizer, config):
 def update(policy, optimizer, prompts, rollouts, advantages, rows, config, base_logprobs=None):
     """Learns from the rollouts `rows`: `updates_per_rollout` passes, each over shuffled minibatches. Gives metrics.
 
-    Means over the optimiser steps, but for dlogp and first_*, which are of the first: only there is the learner still
-    the policy that sampled, so that |dlogp| is rounding alone.
+    Means over the optimiser steps, but for dlogp and *_first, which are of the first: only there is the learner still
+    the policy that sampled, so that what differs is rounding alone.
     """
     steps = []
     for _ in range(config.updates_per_rollout if len(rows) else 0):
@@ -606,6 +606,31 @@ def distillation_advantages(policy, teacher, batch, config):
     return advantages, {"opd/reverse_kl_mean": (batch.rollouts.logprobs - logprobs)[batch.rollouts.mask].mean().item()}
 
 
+def batch_advantages(policy, teacher, batch, config):
+    """-> (B*G, T) advantages, (B, G) rewards with the length penalty, and metrics of a distillation."""
+    rewards, rollouts = batch.rewards, batch.rollouts
+    if config.advantage != "reward":
+        advantages, metrics = distillation_advantages(policy, teacher, batch, config)
+        return advantages, rewards, metrics
+    if config.overlong_penalty:
+        cache = config.overlong_cache or config.max_tokens // 4
+        rewards = rewards + overlong_penalty(rollouts.lengths.cpu(), config.max_tokens, cache).view_as(rewards)
+    advantages = group_advantages(rewards, config.normalize_std)  # (B, G)
+    advantages = advantages.masked_fill(degenerate_groups(batch.rewards)[:, None], 0.0)  # only lengths differ: no signal
+    return advantages.to(policy.device).reshape(-1, 1).expand_as(rollouts.logprobs), rewards, {}
+
+
+def training_rows(batch, config):
+    """The rows that have a gradient: those of groups with unequal rewards; with a KL term or a teacher, all."""
+    trains = torch.ones_like(batch.rollouts.finished)
+    if config.advantage == "reward" and not config.kl_coef:
+        informative = ~degenerate_groups(batch.rewards).to(trains.device)
+        trains &= informative.repeat_interleave(config.group_size)
+    if config.mask_truncated:
+        trains &= batch.rollouts.finished
+    return trains.nonzero()[:, 0]
+
+
 def train_step(policy, optimizer, take, config, teacher=None, progress=None):
     """Sample, reward, compare, update, once. `take(n)` gives the next n questions. Gives metrics and the Batch."""
     started = time.perf_counter()
@@ -614,28 +639,13 @@ def train_step(policy, optimizer, take, config, teacher=None, progress=None):
     else:
         batch, waves = draw_batch(policy, take(config.batch_size), config, progress), 1
     sampled = time.perf_counter()
-    rollouts, rewards = batch.rollouts, batch.rewards
-    degenerate, shaped = degenerate_groups(rewards), rewards
-    if config.overlong_penalty:
-        cache = config.overlong_cache or config.max_tokens // 4
-        shaped = rewards + overlong_penalty(rollouts.lengths.cpu(), config.max_tokens, cache).view_as(rewards)
-    extra = {}
-    if config.advantage == "reward":
-        advantages = group_advantages(shaped, config.normalize_std).masked_fill(degenerate[:, None], 0.0)
-        advantages = advantages.to(policy.device).reshape(-1, 1).expand_as(rollouts.logprobs)  # one number for each row
-    else:
-        advantages, extra = distillation_advantages(policy, teacher, batch, config)
-    trains = torch.ones(len(batch.texts), dtype=torch.bool, device=policy.device)
-    if config.advantage == "reward" and not config.kl_coef:  # else rows without an advantage have a gradient as well
-        trains &= ~degenerate.to(policy.device).repeat_interleave(config.group_size)
-    if config.mask_truncated:
-        trains &= rollouts.finished
+    advantages, shaped, extra = batch_advantages(policy, teacher, batch, config)
     base_logprobs = None
     if config.kl_coef:
         with policy.model.disable_adapter():
-            base_logprobs = frozen_logprobs(policy, batch.prompts, rollouts, config)
-        extra["trainer/base_kl_k1"] = (rollouts.logprobs - base_logprobs)[rollouts.mask].mean().item()
-    learned = update(policy, optimizer, batch.prompts, rollouts, advantages, trains.nonzero()[:, 0], config,
+            base_logprobs = frozen_logprobs(policy, batch.prompts, batch.rollouts, config)
+        extra["trainer/base_kl_k1"] = (batch.rollouts.logprobs - base_logprobs)[batch.rollouts.mask].mean().item()
+    learned = update(policy, optimizer, batch.prompts, batch.rollouts, advantages, training_rows(batch, config), config,
                      base_logprobs)
     ended = time.perf_counter()
     seconds = {"time/sampling": batch.sampling_seconds, "time/learning": ended - sampled,
@@ -653,7 +663,7 @@ def train(config):
     """Trains as `config` says and gives the run directory's path. Raises UserError for what a user can mend."""
     config = with_preset(config)
     run, policy, train_questions, test_questions = prepare(config, with_train=True)
-    teacher = load_teacher(policy, train_questions, config)
+    teacher = load_teacher(policy, config)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     before = evaluate_policy(policy, test_questions, config, run, "base") if config.evaluate else None
     torch.manual_seed(config.seed)  # the draws do not depend on whether an evaluation ran
@@ -679,16 +689,10 @@ def train(config):
     return run.path
 
 
-def load_teacher(policy, questions, config):
+def load_teacher(policy, config):
     """The teacher of a distillation: None, the policy itself with its adapter off, or another model."""
-    if config.advantage == "opsd":
-        unsolved = [question.id for question in questions if not question.answer.strip()]
-        if unsolved:
-            raise UserError(f"--advantage opsd: {len(unsolved)} questions have no worked solution (column answer), "
-                            f"the first is {unsolved[0]}")
-        return policy
-    if config.advantage == "reward":
-        return None
+    if config.advantage != "opd":
+        return policy if config.advantage == "opsd" else None
     teacher = load_frozen(config.teacher_model, "", config)
     if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise UserError(f"--teacher-model {config.teacher_model} has another tokenizer than {config.base_model}")
@@ -707,6 +711,8 @@ def prepare(config, with_train):
     if with_train:
         train_questions = load_geoqa(config.dataset, "train", seed=config.seed, max_samples=config.max_samples,
                                      revision=config.dataset_revision)
+        if config.advantage == "opsd":
+            check_solutions(train_questions)
     if config.evaluate or not with_train:
         test_questions = load_geoqa(config.dataset, config.eval_split, test_size=config.test_size,
                                     revision=config.dataset_revision)

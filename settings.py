@@ -56,6 +56,14 @@ def check_config(config, losses):
         raise UserError("--advantage opd and --teacher-model go together")
 
 
+def check_solutions(questions):
+    """Raises UserError where a question has no worked solution, which the teacher of --advantage opsd reads."""
+    unsolved = [question.id for question in questions if not question.answer.strip()]
+    if unsolved:
+        raise UserError(f"--advantage opsd: {len(unsolved)} questions have no worked solution (column answer), the first "
+                        f"is {unsolved[0]}")
+
+
 DAPO = {"loss_fn": "ppo", "clip_low": 0.2, "clip_high": 0.28, "loss_reduction": "token", "normalize_std": True,
         "overlong_penalty": True, "dynamic_sampling": True}  # arXiv 2503.14476
 

@@ -416,7 +416,7 @@ def test_opd_with_another_model(load, folders, tmp_path):
     policy = load()
     config = grpo.Config(base_model=str(folders()), device="cpu", batch_size=3, group_size=4, max_tokens=6,
                          advantage="opd", teacher_model=str(make_policy_folder(tmp_path, seed=9)))
-    teacher = grpo.load_teacher(policy, questions(), config)
+    teacher = grpo.load_teacher(policy, config)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
     metrics, batch, advantages = grpo.train_step(policy, optimizer, lambda count: questions(), config, teacher)
     assert metrics["train_datums"] == 12 and abs(metrics["opd/reverse_kl_mean"]) > 1e-3
@@ -437,14 +437,16 @@ def test_opd_needs_the_same_tokenizer(load, folders, tmp_path):
     tokenizer.save_pretrained(folder)
     config = grpo.Config(device="cpu", advantage="opd", teacher_model=str(folder))
     with pytest.raises(UserError, match="another tokenizer"):
-        grpo.load_teacher(load(), questions(), config)
+        grpo.load_teacher(load(), config)
 
 
 def test_opsd_needs_solutions(load):
-    config = grpo.Config(advantage="opsd", device="cpu")
-    assert grpo.load_teacher(policy := load(), solved(), config) is policy
+    from settings import check_solutions
+
+    assert grpo.load_teacher(policy := load(), grpo.Config(advantage="opsd", device="cpu")) is policy
+    check_solutions(solved())
     with pytest.raises(UserError, match="3 questions have no worked solution .* the first is q0"):
-        grpo.load_teacher(policy, questions(), config)
+        check_solutions(questions())
 
 
 # Flags
