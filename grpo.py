@@ -227,6 +227,8 @@ def sample(policy, prompts, group_size, max_tokens, temperature=1.0, top_p=1.0, 
     still reports logprobs of the full softmax. Both are for evaluation. `progress` is a tqdm bar or None.
     Raises UserError where prompt and completion together exceed the model's context.
     """
+    if progress is not None:
+        progress.reset(max_tokens)
     model = policy.base.eval()
     context = model.config.text_config.max_position_embeddings
     if prompts.input_ids.shape[1] + max_tokens > context:

@@ -100,10 +100,15 @@ class RunDir:
 
     def show_step(self, step, metrics, group):
         """The step's summary line, and the completions of `group` where there are any."""
-        learned = "no update: the rewards of every group are all equal"
-        if metrics["train_datums"]:
+        if metrics["degenerate_fraction"] == 1.0 and not metrics["train_datums"]:
+            learned = "no update: the rewards of every group are all equal"
+        elif not metrics["train_datums"]:
+            learned = "no update: every completion that could train was cut"
+        else:
             learned = (f"loss {metrics['trainer/loss_mean']:+.4f} grad {metrics['trainer/grad_norm']:.2f} "
                        f"|dlogp| {metrics['trainer/dlogp_mean']:.0e}")
+        if "opd/reverse_kl_mean" in metrics:
+            learned = f"reverse KL {metrics['opd/reverse_kl_mean']:.3f} {learned}"
         tqdm.write(f"step {step:>3}/{self.config.steps} reward {metrics['reward']:.2f} format "
                    f"{metrics['format_rate']:.2f} same {metrics['degenerate_fraction']:.2f} tokens "
                    f"{metrics['rollout/completion_tokens_mean']:.0f} {learned} "
