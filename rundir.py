@@ -188,7 +188,8 @@ def rate(count, n):
     z, p = 1.959963984540054, count / n
     middle = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return {"value": p, "count": count, "n": n, "low": max(0.0, middle - half), "high": min(1.0, middle + half)}
+    return {"value": p, "count": count, "n": n, "low": middle - half if count else 0.0,  # exact where rounding is not
+            "high": middle + half if count < n else 1.0}
 
 
 def summarize(records):
