@@ -34,8 +34,8 @@ def free_run_path(config):
             number += 1
         return root / f"{stem}-{number}"
     if not re.fullmatch(r"[\w.+-]*\w[\w.+-]*", config.experiment_name):
-        raise UserError(f"--experiment-name {config.experiment_name!r}: letters, digits, dot, plus, dash and underscore "
-                        "only, since it names a folder")
+        raise UserError(f"--experiment-name {config.experiment_name!r}: letters, digits, dot, plus, dash and "
+                        "underscore only, since it names a folder")
     if (root / config.experiment_name).exists():
         raise UserError(f"--experiment-name {config.experiment_name}: {root / config.experiment_name} exists already; "
                         "choose another name, or delete that folder")
@@ -131,10 +131,10 @@ def rollout_records(batch, advantages):
 
 def batch_metrics(batch, shaped_rewards, waves):
     """What the sampler did -> metrics, under the names of the experiment where it has them."""
-    rollouts, rewards = batch.rollouts, batch.rewards
-    tokens, degenerate = rollouts.lengths.sum().item(), (rewards == rewards[:, :1]).all(1).float().mean().item()
+    rollouts, tokens = batch.rollouts, batch.rollouts.lengths.sum().item()
+    degenerate = batch.degenerate.float().mean().item()
     metrics = {
-        "reward": rewards.mean().item(),
+        "reward": batch.rewards.mean().item(),
         "format_rate": sum(extract_choice(text) is not None for text in batch.texts) / len(batch.texts),
         "degenerate_fraction": degenerate, "informative_fraction": 1 - degenerate,
         "rollout/shaped_reward": shaped_rewards.mean().item(),

@@ -52,8 +52,8 @@ def config(folders, tmp_path, monkeypatch):
             return self._rows[index]
 
     monkeypatch.setattr(grpo, "load_geoqa", lambda dataset, split, **settings: Made(questions(split == "test")))
-    return grpo.Config(base_model=str(folders()), device="cpu", output_dir=str(tmp_path / "runs"), steps=2, batch_size=2,
-                       group_size=4, max_tokens=8, lora_rank=4, learning_rate=1e-3)
+    return grpo.Config(base_model=str(folders()), device="cpu", output_dir=str(tmp_path / "runs"), steps=2,
+                       batch_size=2, group_size=4, max_tokens=8, lora_rank=4, learning_rate=1e-3)
 
 
 def test_command_on_real_figures(folders, geolaux, tmp_path):
@@ -63,7 +63,8 @@ def test_command_on_real_figures(folders, geolaux, tmp_path):
     assert done.returncode == 0, done.stderr
     run = tmp_path / "real"
     written = json.loads((run / "config.json").read_text())
-    assert written["steps"] == 2 and written["resolved_model_revision"] == written["resolved_dataset_revision"] == "local"
+    assert written["steps"] == 2
+    assert written["resolved_model_revision"] == written["resolved_dataset_revision"] == "local"
     assert written["versions"]["transformers"]
     metrics = lines(run / "metrics.jsonl")
     assert [m["step"] for m in metrics] == [1, 2] and all(set(m) == METRICS for m in metrics)
@@ -260,8 +261,6 @@ def edit(path, **changes):
 
 def test_adapters_that_do_not_fit(folders, load, tmp_path):
     config = grpo.Config(base_model=str(folders()), device="cpu", adapter=str(tmp_path))
-    with pytest.raises(UserError, match="no adapter_model.safetensors"):
-        grpo.load_policy(config)
     load("qwen3_vl").model.save_pretrained(tmp_path)  # of another base model
     with pytest.raises(UserError, match="cannot be put on"):
         grpo.load_policy(config)
