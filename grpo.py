@@ -396,7 +396,7 @@ LOSS_FNS = {"importance_sampling": importance_sampling, "ppo": ppo, "cispo": cis
 
 
 @torch.no_grad()
-def loss_diagnostics(name, logprobs, old_logprobs, advantages, mask, low=None, high=None):
+def loss_diagnostics(name, logprobs, old_logprobs, advantages, mask, low=None, high=None, **other_bounds):
     """What a loss did to these rows -> metrics: ratios, approximate KL(old || new), and the share that was clipped.
 
     k1 = -log ratio and k3 = ratio - 1 - log ratio both estimate the KL divergence without bias
