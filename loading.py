@@ -1,5 +1,6 @@
 """Models from a folder or the hub: device, 4-bit, and whether tokenizer and image processor fit. Nothing of GRPO."""
 
+import json
 import logging
 import sys
 import warnings
@@ -10,7 +11,7 @@ from safetensors import SafetensorError
 
 from hub import UserError, hub_folder
 from rundir import describe
-from vision_tokens import IMAGE_TOKEN
+from vision_tokens import IMAGE_TOKEN, template_ids
 
 SUPPORTED_MODELS = ("qwen3_5", "qwen3_vl", "qwen2_5_vl", "qwen2_vl")
 
@@ -25,23 +26,36 @@ def load_base(name, revision, device, quantization="auto"):
 
     quiet_libraries(device)
     folder, revision = hub_folder(name, "model", revision, ["*.json", "*.safetensors", "*.txt", "*.jinja"])
+    refuse_custom_code(name, folder)
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if config.model_type not in SUPPORTED_MODELS:
             raise UserError(f"{name} is a {config.model_type} model; supported are the vision-language families "
                             f"{', '.join(SUPPORTED_MODELS)}")
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
         check_fit(name, config, tokenizer, image_processor)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         nf4 = quantization == "nf4" or (quantization == "auto" and device.type == "cuda")
-        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, device_map={"": device},
-                                                            quantization_config=nf4_config(dtype) if nf4 else None)
-    except (OSError, ValueError, LookupError, RuntimeError, SafetensorError) as error:
+        model = AutoModelForImageTextToText.from_pretrained(
+            folder, dtype=dtype, device_map={"": device}, quantization_config=nf4_config(dtype) if nf4 else None,
+            use_safetensors=True, trust_remote_code=False)  # a pickled model can run anything
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         raise UserError(f"the model {name} cannot be loaded: {describe(error)}") from error
     if device.type == "cpu":
         keep_nf4_differentiable(model)
     return model.requires_grad_(False).eval(), tokenizer, image_processor, revision
+
+
+def refuse_custom_code(name, folder):
+    """Raises UserError for a model that brings Python code; without this the library may ask to run it."""
+    code = next(iter(sorted(folder.glob("*.py"))), None)
+    for file in sorted(folder.glob("*.json")) if code is None else []:
+        if file.stat().st_size < 2**20 and '"auto_map"' in file.read_text(encoding="utf-8", errors="replace"):
+            code = file
+    if code:
+        raise UserError(f"{name} brings code of its own ({code.name}), which is never run: take a model of "
+                        f"{', '.join(SUPPORTED_MODELS)} without any")
 
 
 def quiet_libraries(device):
@@ -71,7 +85,7 @@ def pick_device(name):
 
 
 def check_fit(name, model_config, tokenizer, image_processor):
-    """Raises UserError where tokenizer or image processor do not belong to the model."""
+    """Raises UserError where tokenizer or image processor do not belong to the model, or there is no chat template."""
     vision = model_config.vision_config
     for ours, theirs in (("patch_size", "patch_size"), ("merge_size", "spatial_merge_size"),
                          ("temporal_patch_size", "temporal_patch_size")):
@@ -81,6 +95,7 @@ def check_fit(name, model_config, tokenizer, image_processor):
     if tokenizer.convert_tokens_to_ids(IMAGE_TOKEN) != model_config.image_token_id:
         raise UserError(f"{name}: {IMAGE_TOKEN} is token {tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)} of the tokenizer "
                         f"and {model_config.image_token_id} in config.json")
+    template_ids(tokenizer)
 
 
 def nf4_config(compute_dtype):

@@ -20,7 +20,8 @@ METRICS = {
     "step", "reward", "format_rate", "degenerate_fraction", "train_datums", "rollout/completion_tokens_mean",
     "rollout/truncated_fraction", "rollout/entropy", "rollout/downsized_figures", "rollout/shaped_reward",
     "rollout/questions", "rollout/waves", "informative_fraction", "trainer/loss_mean", "trainer/dlogp_mean",
-    "trainer/dlogp_max", "trainer/grad_norm", "trainer/optimizer_steps", "time/sampling", "time/learning", "time/rest",
+    "trainer/dlogp_max", "trainer/grad_norm", "trainer/optimizer_steps", "trainer/nonfinite",
+    "time/sampling", "time/learning", "time/rest",
     "rate/tokens_per_second", "memory/peak_gib"}
 NOISY = ("time/", "rate/", "memory/")
 
