@@ -274,7 +274,7 @@ def restore_checkpoint(folder, state, policy, optimizer):
     for i, name in enumerate(trainable_names(policy.model)):
         keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{key}" in tensors]
         if keys:  # before its first step an optimiser has none
-            states[i] = {key: tensors[f"{name}.{key}"] for key in keys}
+            states[i] = {key: tensors[f"{name}.{key}"].clone() for key in keys}  # else a view of the file
     optimizer.load_state_dict({"state": states, "param_groups": groups})
     set_random_state(state["random"], policy.device)
 

@@ -39,7 +39,7 @@ from tqdm import tqdm
 from checkpoints import NonFinite, nonfinite_record
 from geoqa import load_geoqa
 from hub import UserError
-from loading import check_adapter, load_base, pick_device
+from loading import check_adapter, load_base, pick_device, require_all_weights
 from reward import extract_choice, grade
 from rundir import RunDir, batch_metrics, compare, describe, free_run_path, results_table
 from settings import check_config, run_command_line, with_preset
@@ -182,6 +182,7 @@ def add_lora(base, config):
         check_adapter(config.adapter, config.base_model, base)
         try:
             model = PeftModel.from_pretrained(base, config.adapter, is_trainable=True)
+            require_all_weights(model, config.adapter)
         except (OSError, ValueError, LookupError, RuntimeError, TypeError, SafetensorError) as error:
             raise UserError(f"--adapter {config.adapter} cannot be put on {config.base_model}: "
                             f"{describe(error)}") from error

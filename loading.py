@@ -4,10 +4,11 @@ import json
 import logging
 import sys
 import warnings
+from pathlib import Path
 
 import torch
 import transformers
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from hub import UserError, hub_folder
 from rundir import describe
@@ -56,6 +57,40 @@ def refuse_custom_code(name, folder):
     if code:
         raise UserError(f"{name} brings code of its own ({code.name}), which is never run: take a model of "
                         f"{', '.join(SUPPORTED_MODELS)} without any")
+
+
+def check_adapter(folder, base_name, base):
+    """Raises UserError where `folder` holds no LoRA adapter in safetensors and JSON, or one of another base model.
+
+    A folder says which model its own base was only by a name and a class; names of hub models are compared.
+    """
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (Path(folder) / file).is_file():
+            raise UserError(f"--adapter {folder}: no {file} there")
+    try:
+        config = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
+        kind, others = config["peft_type"], config.get("megatron_config")
+        made_for, auto_mapping = config.get("base_model_name_or_path") or "", config.get("auto_mapping") or {}
+        made_for_class = auto_mapping.get("base_model_class", type(base).__name__)
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        raise UserError(f"--adapter {folder}: adapter_config.json is damaged: {describe(error)}") from error
+    if kind != "LORA" or others:
+        raise UserError(f"--adapter {folder} is no plain LoRA adapter, peft_type is {kind}")
+    if made_for_class != type(base).__name__:
+        raise UserError(f"--adapter {folder} was made for a {made_for_class}; {base_name} is a {type(base).__name__}")
+    on_hub = [name.count("/") == 1 and not Path(name).exists() for name in (made_for, base_name)]
+    if all(on_hub) and made_for.lower() != base_name.lower():
+        raise UserError(f"--adapter {folder} was made for {made_for}, not for {base_name}")
+
+
+def require_all_weights(model, folder):
+    """Raises ValueError where an adapter has not put a weight in each of its layers; PEFT leaves those as they were."""
+    from peft import get_peft_model_state_dict
+
+    with safe_open(Path(folder) / "adapter_model.safetensors", "pt") as file:
+        different = set(file.keys()) ^ set(get_peft_model_state_dict(model, save_embedding_layers=False))
+    if different:
+        raise ValueError(f"{len(different)} weights are in only one of them, such as {min(different)}")
 
 
 def quiet_libraries(device):
