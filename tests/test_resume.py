@@ -381,6 +381,21 @@ def test_other_errors_leave_the_last_complete_step_too(given, tmp_path, undistur
     assert result(tmp_path / "run", 6) == result(undisturbed, 6)
 
 
+# Kills
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_runs_end_as_the_undisturbed_one(folders, data, tmp_path, kills):
+    if not hasattr(os, "fork"):
+        pytest.skip("no fork on this system")
+    done = subprocess.run([sys.executable, str(TESTS / "killed.py"), str(kills), "0", str(folders()), str(data),
+                           str(tmp_path)], env=os.environ | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"},
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:] + done.stdout
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert sum(summary["kills"].values()) == kills and not summary["runs that differ"]
+
+
 # The lock
 
 
