@@ -96,6 +96,7 @@ def require_all_weights(model, folder):
 def quiet_libraries(device):
     """Switches off what libraries print and nobody can act on, so that the program's own lines stand out."""
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")  # peft calls it by its old name
+    warnings.filterwarnings("ignore", message="Found missing adapter keys")  # require_all_weights says so
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # an optional CPU kernel that is not installed
     if device.type == "cpu":
         transformers.logging.set_verbosity_error()  # tells to install CUDA kernels

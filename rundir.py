@@ -6,6 +6,8 @@
               questions.jsonl    each question used, once; its figure under figures/
               step-25/ ...       checkpoints, each a LoRA adapter in PEFT's format; see checkpoints.py
               eval-base.json, eval-step-100.json, results.json
+              nonfinite-step-7.json    a batch that gave NaN or infinite numbers
+              lock               held by the process that trains
 """
 
 import contextlib
@@ -97,6 +99,9 @@ class RunDir:
         with self.writing("figures"):
             (path / "figures").mkdir(exist_ok=True)
         self.folder, self.state = self.reopen(written) if config.resume else (None, None)
+        if self.state:
+            self.saved = self.state["step"]
+            self.progress = self.saved, self.state["questions_drawn"], self.state["random"]
         self.write_json("config.json", written)
 
     def reopen(self, written):
@@ -139,8 +144,6 @@ class RunDir:
         optimizer.register_step_pre_hook(lambda *_: setattr(self, "touched", True))
         if self.state:
             restore_checkpoint(self.folder, self.state, policy, optimizer)
-            self.saved = self.state["step"]
-            self.progress = self.saved, self.state["questions_drawn"], self.state["random"]
         if self.config.resume:
             tqdm.write(f"going on after step {self.saved} of {self.path}")
         return self.progress[:2]
@@ -197,7 +200,8 @@ class RunDir:
                 self.checkpoint()
             except (UserError, RuntimeError) as another:  # RuntimeError: the GPU itself may have failed
                 tqdm.write(f"step {step} could not be saved: {describe(another)}")
-        tqdm.write(f"stopped; to go on after step {self.saved}: --resume {self.path}")
+        if self.saved or not isinstance(error, UserError):
+            tqdm.write(f"stopped; to go on after step {self.saved}: --resume {self.path}")
 
     @contextlib.contextmanager
     def writing(self, name):
