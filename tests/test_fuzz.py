@@ -1,6 +1,6 @@
 """Generated text, figures and tables: nothing but the declared errors, and no text that takes long.
 
-The quick tests draw the same examples each time, those with the slow marker new ones, twenty times as many.
+The quick tests draw the same examples each time, those with the slow marker new ones, five times as many.
 """
 
 import io
@@ -24,12 +24,12 @@ from vision_tokens import on_white  # noqa: E402
 
 
 def fuzz(examples):
-    """Runs a test on `examples` fixed examples, and with the slow marker on 20 times as many new ones."""
+    """Runs a test on `examples` fixed examples, and with the slow marker on five times as many new ones."""
     common = dict(deadline=None, database=None,
                   suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large,
                                          hypothesis.HealthCheck.function_scoped_fixture])
     quick = hypothesis.settings(max_examples=examples, derandomize=True, **common)
-    thorough = hypothesis.settings(max_examples=20 * examples, **common)
+    thorough = hypothesis.settings(max_examples=5 * examples, **common)
     return pytest.mark.parametrize("effort", [quick, pytest.param(thorough, marks=pytest.mark.slow)],
                                    ids=["quick", "thorough"])
 
