@@ -261,11 +261,12 @@ def edit(path, **changes):
 
 def test_adapters_that_do_not_fit(folders, load, tmp_path):
     config = grpo.Config(base_model=str(folders()), device="cpu", adapter=str(tmp_path))
-    with pytest.raises(UserError, match="no adapter_model.safetensors"):
+    with pytest.raises(UserError, match="no adapter_config.json"):
         grpo.load_policy(config)
     load("qwen3_vl").model.save_pretrained(tmp_path)  # of another base model
-    with pytest.raises(UserError, match="cannot be put on"):
+    with pytest.raises(UserError, match="was made for a Qwen3VLForConditionalGeneration"):
         grpo.load_policy(config)
+    load().model.save_pretrained(tmp_path)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"torn")
     with pytest.raises(UserError, match="cannot be put on"):
         grpo.load_policy(config)
