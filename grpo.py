@@ -20,6 +20,7 @@ Where this differs from the paper, and why:
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -27,7 +28,6 @@ import math
 import statistics
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -42,10 +42,10 @@ from hub import UserError
 from loading import check_adapter, load_base, pick_device, require_all_weights
 from reward import extract_choice, grade
 from rundir import RunDir, batch_metrics, compare, describe, free_run_path, results_table
-from settings import check_config, run_command_line, with_preset
+from settings import check_config, check_solutions, run_command_line, with_preset
 from vision_tokens import Prompts, encode_figures, encode_prompts, join_prompts, prompt_positions, select_figures
 
-LOGIT_CHUNK = 256  # tokens whose logits exist at once in the learner: 256 x 248,320 x 4 bytes is 0.25 GB
+LOGIT_CHUNK = 256  # tokens whose logits exist at once in the learner: 0.25 GB in float32, and a few copies of it
 
 
 # ---------------------------------------------------------------------------------------------------------- Config
@@ -75,11 +75,12 @@ class Config:
     lora_rank: int = flag(32, "rank of the adapter; alpha equals it")
     learning_rate: float = flag(4e-5, "AdamW's, constant")
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm; 0: never")
-    algorithm: Literal["grpo", "dapo"] = flag("grpo", "dapo: sets the flags below that it needs, and says which")
+    algorithm: Literal["grpo", "dapo"] = flag("grpo", "dapo: sets those flags below that are at their default")
     loss_fn: str = flag("importance_sampling", "per-token loss: importance_sampling, ppo, cispo or gspo")
-    clip_low: float | None = flag(None, "lower clip bound; unset: the loss's own")
-    clip_high: float | None = flag(None, "upper clip bound; unset: the loss's own")
-    loss_reduction: Literal["auto", "token", "sequence", "constant"] = flag("auto", "auto: sequence for gspo, else token")
+    clip_low: float | None = flag(None, "`low` of the loss's formula; unset: the loss's own")
+    clip_high: float | None = flag(None, "`high` of the loss's formula; unset: the loss's own")
+    loss_reduction: Literal["auto", "token", "sequence", "constant"] = flag(
+        "auto", "how token losses become one: auto is sequence for gspo, else token")
     updates_per_rollout: int = flag(1, "passes over one batch of rollouts")
     minibatches: int = flag(1, "shuffled parts of a pass, an optimiser step after each")
     normalize_std: bool = flag(False, "divide advantages by the group's standard deviation")
@@ -103,7 +104,7 @@ class Config:
     evaluate: bool = flag(True, "evaluate before and after training")
     eval_only: bool = flag(False, "evaluate, train nothing")
     eval_split: Literal["test", "dev"] = flag("test", "split of the evaluation questions")
-    test_size: int = flag(100, "evaluation questions, always the same; 0: the whole test split")
+    test_size: int = flag(100, "questions of the test split, always the same; 0: all; dev is always whole")
     eval_batch_size: int = flag(32, "questions decoded at once in evaluation")
     eval_temperature: float = flag(0.0, "softmax temperature of evaluation; 0: greedy")
 
@@ -169,7 +170,7 @@ def load_frozen(name, revision, config):
                   torch.tensor(sorted(forbidden_ids), device=base.device), revision)
 
 
-# Every linear layer of the language model but the tiny gates: attention, gated delta net, MLP. None of the vision tower.
+# Every linear layer of the language model but the tiny gates: attention, gated delta net, MLP. Not the vision tower.
 LORA_MODULES = (r".*language_model\.layers\.\d+\."
                 r"(self_attn\.[qkvo]_proj|linear_attn\.(in_proj_qkv|in_proj_z|out_proj)|mlp\.(gate|up|down)_proj)")
 
@@ -231,6 +232,8 @@ def sample(policy, prompts, group_size, max_tokens, temperature=1.0, top_p=1.0, 
     still reports logprobs of the full softmax. Both are for evaluation. `progress` is a tqdm bar or None.
     Raises UserError where prompt and completion together exceed the model's context.
     """
+    if progress is not None:
+        progress.reset(max_tokens)
     model = policy.base.eval()
     context = model.config.text_config.max_position_embeddings
     if prompts.input_ids.shape[1] + max_tokens > context:
@@ -264,19 +267,18 @@ def decode_groups(model, input_ids, policy, prompts, rollouts, top_p, progress, 
     expand = torch.arange(len(input_ids), device=device).repeat_interleave(total // len(input_ids))
     cache.reorder_cache(expand)
     logits = outputs.logits[expand, -1]  # (rows, V)
-    attention_mask = F.pad(prompts.attention_mask[expand], (0, max_tokens), value=1)  # (rows, P + T)
+    attention_mask = F.pad(prompts.attention_mask[expand].bool(), (0, max_tokens), value=True)  # (rows, P + T)
     position = next_position(prompt_positions(model, prompts))[expand]  # (rows,)
     row = torch.arange(total, device=device)  # which rollout a live row writes to
     alive = torch.ones(total, dtype=torch.bool, device=device)
-    # Looking for finished rows makes a GPU wait for its queue; a CPU loses nothing by looking each time.
-    check_every = 16 if device.type == "cuda" else 1
+    check_every = finished_check_interval(device)
 
     for t in range(max_tokens):
         logprobs = allowed_logprobs(logits, policy.forbidden_ids, rollouts.temperature)  # (rows, V)
         token = draw(logprobs, rollouts.temperature, top_p)  # (rows,)
         token = torch.where(alive, token, policy.tokenizer.pad_token_id)
         rollouts.tokens[row, t] = token
-        rollouts.logprobs[row, t] = logprobs.gather(1, token[:, None])[:, 0] * alive
+        rollouts.logprobs[row, t] = torch.where(alive, logprobs.gather(1, token[:, None])[:, 0], 0.0)
         rollouts.entropies[row, t] = torch.special.entr(logprobs.exp()).sum(-1) * alive
         rollouts.lengths[row] += alive
         alive &= ~(token[:, None] == policy.stop_ids).any(1)
@@ -296,13 +298,19 @@ def decode_groups(model, input_ids, policy, prompts, rollouts, top_p, progress, 
             if progress is not None:
                 progress.set_postfix_str(f"{len(row)} of {total} rows unfinished", refresh=False)
         # Positions are given: model.rope_deltas is state that goes stale when rows are expanded or dropped.
-        logits = model(input_ids=token[:, None], attention_mask=attention_mask[:, :prompt_width + t + 1],
+        # The mask has its 4 dimensions already: a 2-dimensional one is read by the host for each token.
+        logits = model(input_ids=token[:, None], attention_mask=attention_mask[:, None, None, :prompt_width + t + 1],
                        position_ids=(position + t).expand(3, -1)[..., None], cache=cache, use_cache=True,
                        logits_to_keep=1).logits[:, -1]
 
 
+def finished_check_interval(device):
+    """Tokens between two looks for finished rows: a look makes a GPU wait for its queue, and costs a CPU nothing."""
+    return 16 if device.type == "cuda" else 1
+
+
 def next_position(positions):
-    """(3, B, P) -> (B,) position of a completion's first token. Not the length: a figure takes fewer than its tokens."""
+    """(3, B, P) -> (B,) position of a completion's first token: not the length, a figure takes fewer than its tokens."""
     return positions[:, :, -1].amax(0) + 1
 
 
@@ -373,7 +381,7 @@ def ppo(logprobs, old_logprobs, advantages, mask, low=0.2, high=0.2):
 
 
 def cispo(logprobs, old_logprobs, advantages, mask, low=0.0, high=4.0):
-    """-stop_gradient(clip(ratio, low, high)) A logp: a clipped token keeps a gradient (MiniMax-M1, arXiv 2506.13585)."""
+    """-stop_gradient(clip(ratio, low, high)) A logp: clipped tokens keep a gradient (MiniMax-M1, arXiv 2506.13585)."""
     ratio = log_ratio(logprobs, old_logprobs).exp()
     return -ratio.clamp(low, high).detach() * advantages * logprobs
 
@@ -518,14 +526,15 @@ def accumulate_gradients(policy, prompts, rollouts, advantages, rows, config, ba
 def update(policy, optimizer, prompts, rollouts, advantages, rows, config, base_logprobs=None):
     """Learns from the rollouts `rows`: `updates_per_rollout` passes, each over shuffled minibatches. Gives metrics.
 
-    Means over the optimiser steps, but for dlogp and first_*, which are of the first: only there is the learner still
-    the policy that sampled, so that |dlogp| is rounding alone. Loss, gradients and log-probabilities are checked before
-    the optimiser is touched: NonFinite is raised, or with `--on-nonfinite skip` the minibatch left out and counted.
+    Means over the optimiser steps (of ratio_min and ratio_max the extremes), but for dlogp and *_first, which are of the
+    first: only there is the learner still the policy that sampled, so that what differs is rounding alone. Loss,
+    gradients and log-probabilities are checked before the optimiser is touched: NonFinite is raised, or with
+    `--on-nonfinite skip` the minibatch left out and counted.
     """
     steps, nonfinite = [], 0
     for _ in range(config.updates_per_rollout if len(rows) else 0):
         order = torch.randperm(len(rows)).to(rows.device) if config.minibatches > 1 else slice(None)
-        for minibatch in rows[order].chunk(config.minibatches):
+        for minibatch in rows[order].tensor_split(min(config.minibatches, len(rows))):
             loss, found = accumulate_gradients(policy, prompts, rollouts, advantages, minibatch, config, base_logprobs)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm or math.inf).item()
             mask, old = rollouts.mask[minibatch], rollouts.logprobs[minibatch]
@@ -569,6 +578,11 @@ class Batch:
     rewards: torch.Tensor  # (B, G), 1 for the right option
     sampling_seconds: float
 
+    @property
+    def degenerate(self):
+        """(B,) bool: groups without a signal."""
+        return degenerate_groups(self.rewards)
+
 
 def draw_batch(policy, questions, config, progress=None):
     """Questions -> Batch: encode, sample, grade."""
@@ -593,7 +607,7 @@ def draw_informative_batch(policy, take, config, progress=None):
     while missing and left:
         waves.append(draw_batch(policy, take(min(missing, left)), config, progress))
         left -= len(waves[-1].questions)
-        missing -= int((~degenerate_groups(waves[-1].rewards)).sum())
+        missing -= int((~waves[-1].degenerate).sum())
     return Batch([q for wave in waves for q in wave.questions], join_prompts([wave.prompts for wave in waves]),
                  join_rollouts([wave.rollouts for wave in waves]), [text for wave in waves for text in wave.texts],
                  torch.cat([wave.rewards for wave in waves]), sum(wave.sampling_seconds for wave in waves)), len(waves)
@@ -612,36 +626,46 @@ def distillation_advantages(policy, teacher, batch, config):
     return advantages, {"opd/reverse_kl_mean": (batch.rollouts.logprobs - logprobs)[batch.rollouts.mask].mean().item()}
 
 
+def batch_advantages(policy, teacher, batch, config):
+    """-> (B*G, T) advantages, (B, G) rewards with the length penalty, and metrics of a distillation."""
+    rewards, rollouts = batch.rewards, batch.rollouts
+    if config.advantage != "reward":
+        advantages, metrics = distillation_advantages(policy, teacher, batch, config)
+        return advantages, rewards, metrics
+    if config.overlong_penalty:
+        cache = config.overlong_cache or config.max_tokens // 4
+        rewards = rewards + overlong_penalty(rollouts.lengths.cpu(), config.max_tokens, cache).view_as(rewards)
+    advantages = group_advantages(rewards, config.normalize_std)  # (B, G)
+    advantages = advantages.masked_fill(batch.degenerate[:, None], 0.0)  # only lengths differ: no signal
+    return advantages.to(policy.device).reshape(-1, 1).expand_as(rollouts.logprobs), rewards, {}
+
+
+def training_rows(batch, config):
+    """The rows that have a gradient: those of groups with unequal rewards; with a KL term or a teacher, all."""
+    trains = torch.ones_like(batch.rollouts.finished)
+    if config.advantage == "reward" and not config.kl_coef:
+        informative = ~batch.degenerate.to(trains.device)
+        trains &= informative.repeat_interleave(config.group_size)
+    if config.mask_truncated:
+        trains &= batch.rollouts.finished
+    return trains.nonzero()[:, 0]
+
+
 def train_step(policy, optimizer, take, config, teacher=None, progress=None):
-    """Sample, reward, compare, update, once. `take(n)` gives the next n questions. Gives metrics and the Batch."""
+    """Sample, reward, compare, update, once. `take(n)` gives the next n questions. Gives metrics, Batch, advantages."""
     started = time.perf_counter()
     if config.dynamic_sampling:
         batch, waves = draw_informative_batch(policy, take, config, progress)
     else:
         batch, waves = draw_batch(policy, take(config.batch_size), config, progress), 1
     sampled = time.perf_counter()
-    rollouts, rewards = batch.rollouts, batch.rewards
-    degenerate, shaped = degenerate_groups(rewards), rewards
-    if config.overlong_penalty:
-        cache = config.overlong_cache or config.max_tokens // 4
-        shaped = rewards + overlong_penalty(rollouts.lengths.cpu(), config.max_tokens, cache).view_as(rewards)
-    extra = {}
-    if config.advantage == "reward":
-        advantages = group_advantages(shaped, config.normalize_std).masked_fill(degenerate[:, None], 0.0)
-        advantages = advantages.to(policy.device).reshape(-1, 1).expand_as(rollouts.logprobs)  # one number for each row
-    else:
-        advantages, extra = distillation_advantages(policy, teacher, batch, config)
-    trains = torch.ones(len(batch.texts), dtype=torch.bool, device=policy.device)
-    if config.advantage == "reward" and not config.kl_coef:  # else rows without an advantage have a gradient as well
-        trains &= ~degenerate.to(policy.device).repeat_interleave(config.group_size)
-    if config.mask_truncated:
-        trains &= rollouts.finished
+    advantages, shaped, extra = batch_advantages(policy, teacher, batch, config)
     base_logprobs = None
     if config.kl_coef:
         with policy.model.disable_adapter():
-            base_logprobs = frozen_logprobs(policy, batch.prompts, rollouts, config)
-        extra["trainer/base_kl_k1"] = (rollouts.logprobs - base_logprobs)[rollouts.mask].mean().item()
-    learned = update(policy, optimizer, batch.prompts, rollouts, advantages, trains.nonzero()[:, 0], config,
+            base_logprobs = frozen_logprobs(policy, batch.prompts, batch.rollouts, config)
+        extra["trainer/base_kl_k1"] = (batch.rollouts.logprobs - base_logprobs)[batch.rollouts.mask].mean().item()
+    learned = update(policy, optimizer, batch.prompts, batch.rollouts, advantages, training_rows(batch, config), config,
                      base_logprobs)
     ended = time.perf_counter()
     seconds = {"time/sampling": batch.sampling_seconds, "time/learning": ended - sampled,
@@ -658,11 +682,11 @@ def completion_texts(policy, rollouts):
 def train(config):
     """Trains as `config` says and gives the run directory's path. Raises UserError for what a user can mend."""
     config = with_preset(config)
-    run, policy, train_questions, test_questions = prepare(config, with_train=True)
-    teacher = load_teacher(policy, train_questions, config)
+    run, policy, teacher, train_questions, test_questions = prepare(config, with_train=True)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     with run:  # what ends it early leaves the last complete step as a checkpoint
-        before = evaluate_policy(policy, test_questions, config, run, "base") if config.evaluate else None
+        start = "adapter" if config.adapter else "base"
+        before = evaluate_policy(policy, test_questions, config, run, start) if config.evaluate else None
         torch.manual_seed(config.seed)  # the draws do not depend on whether an evaluation ran
         done, drawn = run.restore(policy, optimizer)  # 0, 0 but for --resume
         order = (train_questions[i % len(train_questions)] for i in itertools.count(drawn))
@@ -687,16 +711,10 @@ def train(config):
     return run.path
 
 
-def load_teacher(policy, questions, config):
+def load_teacher(policy, config):
     """The teacher of a distillation: None, the policy itself with its adapter off, or another model."""
-    if config.advantage == "opsd":
-        unsolved = [question.id for question in questions if not question.answer.strip()]
-        if unsolved:
-            raise UserError(f"--advantage opsd: {len(unsolved)} questions have no worked solution (column answer), "
-                            f"the first is {unsolved[0]}")
-        return policy
-    if config.advantage == "reward":
-        return None
+    if config.advantage != "opd":
+        return policy if config.advantage == "opsd" else None
     teacher = load_frozen(config.teacher_model, "", config)
     if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise UserError(f"--teacher-model {config.teacher_model} has another tokenizer than {config.base_model}")
@@ -704,8 +722,9 @@ def load_teacher(policy, questions, config):
 
 
 def prepare(config, with_train):
-    """What both train and evaluate need -> (run directory, policy, training questions or None, test questions or None).
+    """What both train and evaluate need -> (run directory, policy, teacher, training questions, test questions).
 
+    What is not needed is None.
     The cheap checks come first: a wrong flag or data set is told before gigabytes of weights are fetched.
     """
     check_config(config, LOSS_FNS)
@@ -715,14 +734,18 @@ def prepare(config, with_train):
     if with_train:
         train_questions = load_geoqa(config.dataset, "train", seed=config.seed, max_samples=config.max_samples,
                                      revision=config.dataset_revision)
+        if config.advantage == "opsd":
+            check_solutions(train_questions)
     if config.evaluate or not with_train:
         test_questions = load_geoqa(config.dataset, config.eval_split, test_size=config.test_size,
                                     revision=config.dataset_revision)
     policy = load_policy(config)
+    teacher = load_teacher(policy, config) if with_train else None
+    config.lora_rank = policy.model.peft_config["default"].r  # with --adapter it is the adapter's
     run = RunDir(path, config, policy.revision, (train_questions or test_questions).revision)
     for questions in (train_questions, test_questions):
         run.tell(questions.notes if questions else [])
-    return run, policy, train_questions, test_questions
+    return run, policy, teacher, train_questions, test_questions
 
 
 def evaluate_policy(policy, questions, config, run, name):
@@ -751,13 +774,14 @@ def evaluate_policy(policy, questions, config, run, name):
 
 
 def sampling_bar(config):
-    """The bar inside a step: tokens so far, rows unfinished. `disable=None` keeps it quiet where there is no terminal."""
+    """The bar inside a step: tokens so far, rows unfinished. `disable=None` keeps it quiet without a terminal."""
     return tqdm(total=config.max_tokens, desc="sampling", unit="token", leave=False, disable=None)
 
 
 def evaluate(config):
     """Evaluates the base policy, or the one with `--adapter`; gives the summary that `results.json` holds."""
-    run, policy, _, questions = prepare(config, with_train=False)
+    config = dataclasses.replace(config)  # prepare completes it
+    run, policy, _, _, questions = prepare(config, with_train=False)
     records = evaluate_policy(policy, questions, config, run, "adapter" if config.adapter else "base")
     results = compare(None, records) if config.adapter else compare(records, None)
     run.write_json("results.json", results)

@@ -129,8 +129,8 @@ def check_fit(name, model_config, tokenizer, image_processor):
             raise UserError(f"{name}: {ours} is {getattr(image_processor, ours)} in preprocessor_config.json and "
                             f"{getattr(vision, theirs)} in config.json")
     if tokenizer.convert_tokens_to_ids(IMAGE_TOKEN) != model_config.image_token_id:
-        raise UserError(f"{name}: {IMAGE_TOKEN} is token {tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)} of the tokenizer "
-                        f"and {model_config.image_token_id} in config.json")
+        raise UserError(f"{name}: {IMAGE_TOKEN} is token {tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)} of the "
+                        f"tokenizer and {model_config.image_token_id} in config.json")
     template_ids(tokenizer)
 
 

@@ -64,8 +64,8 @@ def free_run_path(config):
             number += 1
         return root / f"{stem}-{number}"
     if not re.fullmatch(r"[\w.+-]*\w[\w.+-]*", config.experiment_name):
-        raise UserError(f"--experiment-name {config.experiment_name!r}: letters, digits, dot, plus, dash and underscore "
-                        "only, since it names a folder")
+        raise UserError(f"--experiment-name {config.experiment_name!r}: letters, digits, dot, plus, dash and "
+                        "underscore only, since it names a folder")
     if (root / config.experiment_name).exists():
         raise UserError(f"--experiment-name {config.experiment_name}: {root / config.experiment_name} exists already; "
                         "choose another name, or delete that folder")
@@ -269,12 +269,17 @@ class RunDir:
 
     def show_step(self, step, metrics, group):
         """The step's summary line, and the completions of `group` where there are any."""
-        learned = "no update: the rewards of every group are all equal"
-        if metrics["trainer/nonfinite"]:
+        if metrics["trainer/nonfinite"] and not metrics["train_datums"]:
             learned = "no update: numbers that are not finite"
-        if metrics["train_datums"]:
+        elif metrics["degenerate_fraction"] == 1.0 and not metrics["train_datums"]:
+            learned = "no update: the rewards of every group are all equal"
+        elif not metrics["train_datums"]:
+            learned = "no update: every completion that could train was cut"
+        else:
             learned = (f"loss {metrics['trainer/loss_mean']:+.4f} grad {metrics['trainer/grad_norm']:.2f} "
                        f"|dlogp| {metrics['trainer/dlogp_mean']:.0e}")
+        if "opd/reverse_kl_mean" in metrics:
+            learned = f"reverse KL {metrics['opd/reverse_kl_mean']:.3f} {learned}"
         tqdm.write(f"step {step:>3}/{self.config.steps} reward {metrics['reward']:.2f} format "
                    f"{metrics['format_rate']:.2f} same {metrics['degenerate_fraction']:.2f} tokens "
                    f"{metrics['rollout/completion_tokens_mean']:.0f} {learned} "
@@ -297,10 +302,10 @@ def rollout_records(batch, advantages):
 
 def batch_metrics(batch, shaped_rewards, waves):
     """What the sampler did -> metrics, under the names of the experiment where it has them."""
-    rollouts, rewards = batch.rollouts, batch.rewards
-    tokens, degenerate = rollouts.lengths.sum().item(), (rewards == rewards[:, :1]).all(1).float().mean().item()
+    rollouts, tokens = batch.rollouts, batch.rollouts.lengths.sum().item()
+    degenerate = batch.degenerate.float().mean().item()
     metrics = {
-        "reward": rewards.mean().item(),
+        "reward": batch.rewards.mean().item(),
         "format_rate": sum(extract_choice(text) is not None for text in batch.texts) / len(batch.texts),
         "degenerate_fraction": degenerate, "informative_fraction": 1 - degenerate,
         "rollout/shaped_reward": shaped_rewards.mean().item(),
@@ -365,7 +370,8 @@ def rate(count, n):
     z, p = 1.959963984540054, count / n
     middle = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return {"value": p, "count": count, "n": n, "low": max(0.0, middle - half), "high": min(1.0, middle + half)}
+    return {"value": p, "count": count, "n": n, "low": middle - half if count else 0.0,  # exact where rounding is not
+            "high": middle + half if count < n else 1.0}
 
 
 def summarize(records):

@@ -6,6 +6,7 @@ import inspect
 import math
 import signal
 import sys
+from pathlib import Path
 
 import torch
 import transformers
@@ -29,6 +30,11 @@ def check_config(config, losses):
                  "eval_temperature", "kl_coef", "overlong_cache", "distill_coef"):
         if not 0 <= getattr(config, name) < math.inf:
             raise UserError(f"--{name.replace('_', '-')} must be 0 or more, not {getattr(config, name)}")
+    for name in ("clip_low", "clip_high"):
+        if getattr(config, name) is not None and not 0 <= getattr(config, name) < math.inf:
+            raise UserError(f"--{name.replace('_', '-')} must be 0 or more, not {getattr(config, name)}")
+    if config.adapter and not (Path(config.adapter) / "adapter_model.safetensors").is_file():
+        raise UserError(f"--adapter {config.adapter}: no adapter_model.safetensors there")
     if not 0 < config.top_p <= 1:
         raise UserError(f"--top-p must be above 0 and at most 1, not {config.top_p}")
     if not config.eval_only:
@@ -47,7 +53,8 @@ def check_config(config, losses):
                 losses[config.loss_fn]).parameters:
             raise UserError(f"--clip-{bound}: --loss-fn {config.loss_fn} has no such bound")
     if config.loss_fn == "gspo" and config.loss_reduction not in ("auto", "sequence"):
-        raise UserError(f"--loss-reduction {config.loss_reduction}: gspo is a loss of whole sequences, it needs sequence")
+        raise UserError(f"--loss-reduction {config.loss_reduction}: gspo is a loss of whole sequences, it needs "
+                        "sequence")
     if config.overlong_penalty and (config.overlong_cache > config.max_tokens or config.max_tokens < 4):
         raise UserError(f"--overlong-cache {config.overlong_cache} does not fit into --max-tokens {config.max_tokens}")
     if config.advantage != "reward":
@@ -61,16 +68,26 @@ def check_config(config, losses):
         raise UserError("--advantage opd and --teacher-model go together")
 
 
+def check_solutions(questions):
+    """Raises UserError where a question has no worked solution, which the teacher of --advantage opsd reads."""
+    unsolved = [question.id for question in questions if not question.answer.strip()]
+    if unsolved:
+        raise UserError(f"--advantage opsd: {len(unsolved)} questions have no worked solution (column answer), the "
+                        f"first is {unsolved[0]}")
+
+
 DAPO = {"loss_fn": "ppo", "clip_low": 0.2, "clip_high": 0.28, "loss_reduction": "token", "normalize_std": True,
         "overlong_penalty": True, "dynamic_sampling": True}  # arXiv 2503.14476
 
 
 def with_preset(config):
-    """`--algorithm dapo`: its flags, where the command line left the default. Says so, for the run to be repeatable."""
+    """A copy of `config`, with the flags of `--algorithm dapo` where they were at their default; prints which."""
     if config.algorithm == "grpo" or config.resume:  # the settings of a run that is resumed have them already
-        return config
+        return dataclasses.replace(config)
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     changes = {name: value for name, value in DAPO.items() if getattr(config, name) == defaults[name]}
+    if config.loss_fn not in (defaults["loss_fn"], "ppo"):  # 0.2 and 0.28 mean something else in another formula
+        changes = {name: value for name, value in changes.items() if not name.startswith("clip_")}
     print(f"--algorithm dapo sets {', '.join(f'{name} {value}' for name, value in changes.items())}")
     return dataclasses.replace(config, **changes)
 

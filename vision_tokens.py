@@ -41,7 +41,7 @@ class Prompts:
     position_ids: torch.Tensor | None = None  # (3, B, P), what prompt_positions gave
 
     def to(self, device):
-        """Moves the tensors; returns self."""
+        """Moves what encode_prompts made; returns self."""
         for name in ("input_ids", "attention_mask", "pixel_values", "image_grid_thw", "mm_token_type_ids"):
             setattr(self, name, getattr(self, name).to(device))
         return self
@@ -96,8 +96,9 @@ def _pixel_limits(image_processor, max_image_tokens):
 def encode_prompts(tokenizer, image_processor, questions, max_image_tokens=1024, with_solution=False):
     """Questions -> `Prompts` on the CPU: one user turn each, text first, then the figure, thinking switched off.
 
-    `with_solution` is for a teacher: the worked solution stands in the prompt. Figures above `max_image_tokens` visual tokens (0: no limit) are downsized and named in `downsized`.
-    Raises UserError where the chat template does not place one text and one figure.
+    `with_solution` is for a teacher: the worked solution stands in the prompt. Figures above `max_image_tokens` visual
+    tokens (0: no limit) are downsized and named in `downsized`. Raises UserError where the chat template does not place
+    one text and one figure.
     """
     rows, patches, grids, counts, downsized = [], [], [], [], []
     image_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
@@ -155,7 +156,8 @@ def join_prompts(waves):
 def template_ids(tokenizer):
     """Token ids of the chat template before and behind the question's text; the figure is in the second part."""
     if not tokenizer.chat_template:
-        raise UserError(f"the tokenizer of {tokenizer.name_or_path} has no chat template: take an instruction-tuned model")
+        raise UserError(f"the tokenizer of {tokenizer.name_or_path} has no chat template: take an instruction-tuned "
+                        "model")
     content = [{"type": "text", "text": TEXT_SLOT}, {"type": "image"}]
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False,
                                              add_generation_prompt=True, enable_thinking=False)

@@ -189,7 +189,8 @@ def drop_weights(folder):
 
 
 ADAPTERS = {
-    "no folder": (shutil.rmtree, "no adapter_config.json there"),
+    "no folder": (shutil.rmtree, "no adapter_model.safetensors there"),
+    "no settings": (lambda f: (f / "adapter_config.json").unlink(), "no adapter_config.json there"),
     "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "no adapter_model.safetensors there"),
     "pickled weights": (lambda f: (f / "adapter_model.safetensors").rename(f / "adapter_model.bin"),
                         "no adapter_model.safetensors there"),

@@ -27,14 +27,19 @@ def dlogp(policy, prompts, rollouts):
 # 1. Sampler = learner
 
 
+@pytest.mark.parametrize("check_every", [1, 16])  # a CPU's and a GPU's way to drop finished rows
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sampler_equals_learner(load, family, temperature):
+def test_sampler_equals_learner(load, monkeypatch, family, temperature, check_every):
+    monkeypatch.setattr(grpo, "finished_check_interval", lambda device: check_every)
     policy = load(family, adapter=True)
     prompts = prompts_of(policy, questions())
     assert len(set(prompts.attention_mask.sum(1).tolist())) == 3 and len(set(prompts.image_tokens)) == 2
     rollouts = uneven_rollouts(policy, prompts, temperature=temperature)
     assert dlogp(policy, prompts, rollouts) <= 1e-4
+    beyond = ~rollouts.mask
+    assert (rollouts.tokens[beyond] == policy.tokenizer.pad_token_id).all()
+    assert (rollouts.logprobs[beyond] == 0).all() and (rollouts.entropies[beyond] == 0).all()
 
 
 def test_sampler_equals_learner_after_an_update(load):
@@ -51,7 +56,9 @@ def test_sampler_equals_learner_after_an_update(load):
     assert dlogp(policy, prompts, rollouts) <= 1e-4
 
 
-def test_dropped_rows_do_not_disturb_the_others(load):
+@pytest.mark.parametrize("check_every", [1, 16])
+def test_dropped_rows_do_not_disturb_the_others(load, monkeypatch, check_every):
+    monkeypatch.setattr(grpo, "finished_check_interval", lambda device: check_every)
     policy = load(adapter=True)
     policy.stop_ids = torch.tensor([-1])
     prompts = prompts_of(policy, questions())
@@ -63,6 +70,15 @@ def test_dropped_rows_do_not_disturb_the_others(load):
         length = stopped.lengths[row]
         assert torch.equal(stopped.tokens[row, :length], full.tokens[row, :length])
         assert (stopped.tokens[row, length:] == policy.tokenizer.pad_token_id).all()
+
+
+def test_a_forbidden_pad_token_leaves_no_nan(load, monkeypatch):
+    """Finished rows hold the pad token until they are dropped; where it is forbidden its log-probability is -inf."""
+    monkeypatch.setattr(grpo, "finished_check_interval", lambda device: 16)
+    policy = load()
+    policy.forbidden_ids = torch.cat([policy.forbidden_ids, torch.tensor([policy.tokenizer.pad_token_id])])
+    rollouts = uneven_rollouts(policy, prompts_of(policy, questions()))
+    assert rollouts.logprobs.isfinite().all()
 
 
 def test_swapping_two_figures_changes_logprobs(load):

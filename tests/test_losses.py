@@ -88,7 +88,8 @@ def test_finite_differences_agree_away_from_the_kinks(name):
         moved[0][i, t] -= step
         moved[1][i, t] += step
         values = [loss_fn(m, old, advantages, mask).expand_as(logp)[mask].sum() for m in moved]
-        assert ((values[1] - values[0]) / (2 * step)).item() == pytest.approx(logp.grad[i, t].item(), rel=1e-5, abs=1e-7)
+        slope = ((values[1] - values[0]) / (2 * step)).item()
+        assert slope == pytest.approx(logp.grad[i, t].item(), rel=1e-5, abs=1e-7)
 
 
 def test_cispo_differences_with_the_clipped_ratio_frozen():
@@ -401,7 +402,8 @@ def test_the_solution_never_enters_the_students_input(load, monkeypatch):
         metrics, _, _ = grpo.train_step(policy, optimizer, lambda count, answer=answer: solved(answer), config, policy)
         assert metrics["train_datums"] == 12, "something was skipped"
         inputs.append(seen)
-    students, teachers = ([[ids for off, ids in seen if off == teacher] for seen in inputs] for teacher in (False, True))
+    students, teachers = ([[ids for off, ids in seen if off == adapter_off] for seen in inputs]
+                          for adapter_off in (False, True))
     prefill = [calls[0] for calls in students]
     assert prefill[0] == prefill[1] and teachers[0] and teachers[0] != teachers[1]
     tokenizer = load().tokenizer
@@ -416,7 +418,7 @@ def test_opd_with_another_model(load, folders, tmp_path):
     policy = load()
     config = grpo.Config(base_model=str(folders()), device="cpu", batch_size=3, group_size=4, max_tokens=6,
                          advantage="opd", teacher_model=str(make_policy_folder(tmp_path, seed=9)))
-    teacher = grpo.load_teacher(policy, questions(), config)
+    teacher = grpo.load_teacher(policy, config)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
     metrics, batch, advantages = grpo.train_step(policy, optimizer, lambda count: questions(), config, teacher)
     assert metrics["train_datums"] == 12 and abs(metrics["opd/reverse_kl_mean"]) > 1e-3
@@ -437,14 +439,16 @@ def test_opd_needs_the_same_tokenizer(load, folders, tmp_path):
     tokenizer.save_pretrained(folder)
     config = grpo.Config(device="cpu", advantage="opd", teacher_model=str(folder))
     with pytest.raises(UserError, match="another tokenizer"):
-        grpo.load_teacher(load(), questions(), config)
+        grpo.load_teacher(load(), config)
 
 
 def test_opsd_needs_solutions(load):
-    config = grpo.Config(advantage="opsd", device="cpu")
-    assert grpo.load_teacher(policy := load(), solved(), config) is policy
+    from settings import check_solutions
+
+    assert grpo.load_teacher(policy := load(), grpo.Config(advantage="opsd", device="cpu")) is policy
+    check_solutions(solved())
     with pytest.raises(UserError, match="3 questions have no worked solution .* the first is q0"):
-        grpo.load_teacher(policy, questions(), config)
+        check_solutions(questions())
 
 
 # Flags
@@ -459,6 +463,8 @@ def test_opsd_needs_solutions(load):
     (dict(overlong_penalty=True, overlong_cache=2000), "does not fit"),
     (dict(minibatches=0), "--minibatches must be at least 1"),
     (dict(kl_coef=-1.0), "--kl-coef must be 0 or more"),
+    (dict(loss_fn="ppo", clip_high=float("nan")), "--clip-high must be 0 or more"),
+    (dict(adapter="/no/such"), "no adapter_model.safetensors"),
 ])
 def test_contradictory_flags(flags, message):
     from settings import check_config
@@ -473,7 +479,8 @@ def test_dapo_preset_says_what_it_sets_and_leaves_what_was_given(capsys):
     assert config.dynamic_sampling and config.overlong_penalty and config.loss_reduction == "token"
     printed = capsys.readouterr().out
     assert "clip_low 0.2" in printed and "clip_high" not in printed
-    assert grpo.with_preset(plain := grpo.Config()) is plain
+    assert grpo.with_preset(grpo.Config()) == grpo.Config()
+    assert grpo.with_preset(grpo.Config(algorithm="dapo", loss_fn="cispo")).clip_high is None
 
 
 def test_records_of_distillation_hold_the_mean_advantage(load):
