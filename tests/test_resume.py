@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import command, flags, install_reward, lines, make_data_set, question_row, result
+from runs import command, flags, install_reward, lines, make_data_set, result
 
 import checkpoints
 import grpo
