@@ -36,9 +36,10 @@ from safetensors import SafetensorError
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
+from checkpoints import NonFinite, nonfinite_record
 from geoqa import load_geoqa
 from hub import UserError
-from loading import load_base, pick_device
+from loading import check_adapter, load_base, pick_device, require_all_weights
 from reward import extract_choice, grade
 from rundir import RunDir, batch_metrics, compare, describe, free_run_path, results_table
 from settings import check_config, check_solutions, run_command_line, with_preset
@@ -107,7 +108,10 @@ class Config:
     eval_batch_size: int = flag(32, "questions decoded at once in evaluation")
     eval_temperature: float = flag(0.0, "softmax temperature of evaluation; 0: greedy")
 
-    save_every: int = flag(25, "steps between adapter checkpoints; 0: only the last")
+    resume: str = flag("", "run folder to continue as if it had never stopped; its settings are taken from there")
+    save_every: int = flag(25, "steps between checkpoints; 0: only the last")
+    keep_checkpoints: int = flag(0, "newest checkpoints to keep; 0: all")
+    on_nonfinite: Literal["stop", "skip"] = flag("stop", "an update with NaN or infinite numbers: stop, or leave it out")
     show_samples: bool = flag(False, "print one group of completions each step")
     experiment_name: str = flag("", "name of the run's folder; empty: the policy's name and a number")
     output_dir: str = flag("runs", "folder of the run folders")
@@ -176,8 +180,10 @@ def add_lora(base, config):
     from peft import LoraConfig, PeftModel, get_peft_model
 
     if config.adapter:
+        check_adapter(config.adapter, config.base_model, base)
         try:
             model = PeftModel.from_pretrained(base, config.adapter, is_trainable=True)
+            require_all_weights(model, config.adapter)
         except (OSError, ValueError, LookupError, RuntimeError, TypeError, SafetensorError) as error:
             raise UserError(f"--adapter {config.adapter} cannot be put on {config.base_model}: "
                             f"{describe(error)}") from error
@@ -517,42 +523,45 @@ def accumulate_gradients(policy, prompts, rollouts, advantages, rows, config, ba
     return total, found
 
 
-def optimizer_step(policy, optimizer, config):
-    """Clips the gradient and steps -> the norm before clipping. Raises UserError, without a step, if it is not finite."""
-    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm or math.inf).item()
-    if not math.isfinite(norm):
-        raise UserError(f"the gradient norm is {norm}: stopped before the adapter was touched; try a smaller "
-                        "--learning-rate, and go on from the last checkpoint with --adapter")
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return norm
-
-
 def update(policy, optimizer, prompts, rollouts, advantages, rows, config, base_logprobs=None):
     """Learns from the rollouts `rows`: `updates_per_rollout` passes, each over shuffled minibatches. Gives metrics.
 
     Means over the optimiser steps (of ratio_min and ratio_max the extremes), but for dlogp and *_first, which are of the
-    first: only there is the learner still the policy that sampled, so that what differs is rounding alone.
+    first: only there is the learner still the policy that sampled, so that what differs is rounding alone. Loss,
+    gradients and log-probabilities are checked before the optimiser is touched: NonFinite is raised, or with
+    `--on-nonfinite skip` the minibatch left out and counted.
     """
-    steps = []
+    steps, nonfinite = [], 0
     for _ in range(config.updates_per_rollout if len(rows) else 0):
         order = torch.randperm(len(rows)).to(rows.device) if config.minibatches > 1 else slice(None)
         for minibatch in rows[order].tensor_split(min(config.minibatches, len(rows))):
             loss, found = accumulate_gradients(policy, prompts, rollouts, advantages, minibatch, config, base_logprobs)
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm or math.inf).item()
             mask, old = rollouts.mask[minibatch], rollouts.logprobs[minibatch]
+            if not (math.isfinite(loss + norm) and (found[minibatch] + old)[mask].isfinite().all()):
+                optimizer.zero_grad(set_to_none=True)
+                nonfinite += 1
+                if config.on_nonfinite == "skip":
+                    continue
+                raise NonFinite(f"loss {loss}, gradient norm {norm}: stopped before the adapter was touched; "
+                                "--on-nonfinite skip leaves such a batch out", nonfinite_record(
+                                    prompts, rollouts, minibatch, advantages, found, loss, norm))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
             if not steps:
                 dlogp = (found[minibatch] - old)[mask].abs()
             steps.append({"trainer/loss_mean": loss, **loss_diagnostics(
                 config.loss_fn, found[minibatch], old, advantages[minibatch], mask, **loss_bounds(config)),
-                "trainer/grad_norm": optimizer_step(policy, optimizer, config)})
+                "trainer/grad_norm": norm})
     if not steps:
-        return {"train_datums": 0, "trainer/optimizer_steps": 0, "trainer/loss_mean": None, "trainer/grad_norm": None,
-                "trainer/dlogp_mean": None, "trainer/dlogp_max": None}
+        return {"train_datums": 0, "trainer/optimizer_steps": 0, "trainer/nonfinite": nonfinite,
+                "trainer/loss_mean": None, "trainer/grad_norm": None, "trainer/dlogp_mean": None,
+                "trainer/dlogp_max": None}
     pick = {"trainer/ratio_min": min, "trainer/ratio_max": max}
     metrics = {key: pick.get(key, statistics.fmean)(step[key] for step in steps) for key in steps[0]}
     first = {f"{key}_first": value for key, value in steps[0].items() if key.endswith("clip_fraction")}
-    return {"train_datums": len(rows), "trainer/optimizer_steps": len(steps), **metrics, **first,
-            "trainer/dlogp_mean": dlogp.mean().item(), "trainer/dlogp_max": dlogp.max().item()}
+    return {"train_datums": len(rows), "trainer/optimizer_steps": len(steps), "trainer/nonfinite": nonfinite, **metrics,
+            **first, "trainer/dlogp_mean": dlogp.mean().item(), "trainer/dlogp_max": dlogp.max().item()}
 
 
 # ---------------------------------------------------------------------------------------------------------- Loop
@@ -675,27 +684,29 @@ def train(config):
     config = with_preset(config)
     run, policy, teacher, train_questions, test_questions = prepare(config, with_train=True)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    start = "adapter" if config.adapter else "base"
-    before = evaluate_policy(policy, test_questions, config, run, start) if config.evaluate else None
-    torch.manual_seed(config.seed)  # the draws do not depend on whether an evaluation ran
-    order = (train_questions[i % len(train_questions)] for i in itertools.count())
+    with run:  # what ends it early leaves the last complete step as a checkpoint
+        start = "adapter" if config.adapter else "base"
+        before = evaluate_policy(policy, test_questions, config, run, start) if config.evaluate else None
+        torch.manual_seed(config.seed)  # the draws do not depend on whether an evaluation ran
+        done, drawn = run.restore(policy, optimizer)  # 0, 0 but for --resume
+        order = (train_questions[i % len(train_questions)] for i in itertools.count(drawn))
 
-    def take(count):
-        return list(itertools.islice(order, count))
+        def take(count):
+            return list(itertools.islice(order, count))
 
-    with tqdm(total=config.steps, desc="steps", disable=None) as bar:
-        for step in range(1, config.steps + 1):
-            with sampling_bar(config) as progress:
-                metrics, batch, advantages = train_step(policy, optimizer, take, config, teacher, progress)
-            run.save_step(step, metrics, batch, advantages)
-            if step == config.steps or (config.save_every and step % config.save_every == 0):
-                policy.model.save_pretrained(run.path / f"step-{step}", save_embedding_layers=False)
-            bar.update()
-    if config.evaluate:
-        after = evaluate_policy(policy, test_questions, config, run, f"step-{config.steps}")
-        results = compare(before, after)
-        run.write_json("results.json", results)
-        print(results_table(results))
+        with tqdm(total=config.steps, initial=done, desc="steps", disable=None) as bar:
+            for step in range(done + 1, config.steps + 1):
+                with sampling_bar(config) as progress:
+                    metrics, batch, advantages = train_step(policy, optimizer, take, config, teacher, progress)
+                run.save_step(step, metrics, batch, advantages)
+                if step == config.steps or (config.save_every and step % config.save_every == 0):
+                    run.checkpoint()
+                bar.update()
+        if config.evaluate:
+            after = evaluate_policy(policy, test_questions, config, run, f"step-{config.steps}")
+            results = compare(before, after)
+            run.write_json("results.json", results)
+            print(results_table(results))
     print(f"run directory: {run.path}")
     return run.path
 
@@ -739,6 +750,8 @@ def prepare(config, with_train):
 
 def evaluate_policy(policy, questions, config, run, name):
     """Answers `questions` (greedy by default), writes `eval-NAME.json` and gives its rows, one dict a question."""
+    if records := run.read_json(f"eval-{name}.json"):
+        return records  # made before the run was interrupted
     torch.manual_seed(config.seed)
     records = []
     with tqdm(total=len(questions), desc=f"evaluating {name}", disable=None) as bar:

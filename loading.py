@@ -1,16 +1,18 @@
 """Models from a folder or the hub: device, 4-bit, and whether tokenizer and image processor fit. Nothing of GRPO."""
 
+import json
 import logging
 import sys
 import warnings
+from pathlib import Path
 
 import torch
 import transformers
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from hub import UserError, hub_folder
 from rundir import describe
-from vision_tokens import IMAGE_TOKEN
+from vision_tokens import IMAGE_TOKEN, template_ids
 
 SUPPORTED_MODELS = ("qwen3_5", "qwen3_vl", "qwen2_5_vl", "qwen2_vl")
 
@@ -25,28 +27,76 @@ def load_base(name, revision, device, quantization="auto"):
 
     quiet_libraries(device)
     folder, revision = hub_folder(name, "model", revision, ["*.json", "*.safetensors", "*.txt", "*.jinja"])
+    refuse_custom_code(name, folder)
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if config.model_type not in SUPPORTED_MODELS:
             raise UserError(f"{name} is a {config.model_type} model; supported are the vision-language families "
                             f"{', '.join(SUPPORTED_MODELS)}")
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
         check_fit(name, config, tokenizer, image_processor)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         nf4 = quantization == "nf4" or (quantization == "auto" and device.type == "cuda")
-        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, device_map={"": device},
-                                                            quantization_config=nf4_config(dtype) if nf4 else None)
-    except (OSError, ValueError, LookupError, RuntimeError, SafetensorError) as error:
+        model = AutoModelForImageTextToText.from_pretrained(
+            folder, dtype=dtype, device_map={"": device}, quantization_config=nf4_config(dtype) if nf4 else None,
+            use_safetensors=True, trust_remote_code=False)  # a pickled model can run anything
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         raise UserError(f"the model {name} cannot be loaded: {describe(error)}") from error
     if device.type == "cpu":
         keep_nf4_differentiable(model)
     return model.requires_grad_(False).eval(), tokenizer, image_processor, revision
 
 
+def refuse_custom_code(name, folder):
+    """Raises UserError for a model that brings Python code; without this the library may ask to run it."""
+    code = next(iter(sorted(folder.glob("*.py"))), None)
+    for file in sorted(folder.glob("*.json")) if code is None else []:
+        if file.stat().st_size < 2**20 and '"auto_map"' in file.read_text(encoding="utf-8", errors="replace"):
+            code = file
+    if code:
+        raise UserError(f"{name} brings code of its own ({code.name}), which is never run: take a model of "
+                        f"{', '.join(SUPPORTED_MODELS)} without any")
+
+
+def check_adapter(folder, base_name, base):
+    """Raises UserError where `folder` holds no LoRA adapter in safetensors and JSON, or one of another base model.
+
+    A folder says which model its own base was only by a name and a class; names of hub models are compared.
+    """
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (Path(folder) / file).is_file():
+            raise UserError(f"--adapter {folder}: no {file} there")
+    try:
+        config = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
+        kind, others = config["peft_type"], config.get("megatron_config")
+        made_for, auto_mapping = config.get("base_model_name_or_path") or "", config.get("auto_mapping") or {}
+        made_for_class = auto_mapping.get("base_model_class", type(base).__name__)
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        raise UserError(f"--adapter {folder}: adapter_config.json is damaged: {describe(error)}") from error
+    if kind != "LORA" or others:
+        raise UserError(f"--adapter {folder} is no plain LoRA adapter, peft_type is {kind}")
+    if made_for_class != type(base).__name__:
+        raise UserError(f"--adapter {folder} was made for a {made_for_class}; {base_name} is a {type(base).__name__}")
+    on_hub = [name.count("/") == 1 and not Path(name).exists() for name in (made_for, base_name)]
+    if all(on_hub) and made_for.lower() != base_name.lower():
+        raise UserError(f"--adapter {folder} was made for {made_for}, not for {base_name}")
+
+
+def require_all_weights(model, folder):
+    """Raises ValueError where an adapter has not put a weight in each of its layers; PEFT leaves those as they were."""
+    from peft import get_peft_model_state_dict
+
+    with safe_open(Path(folder) / "adapter_model.safetensors", "pt") as file:
+        different = set(file.keys()) ^ set(get_peft_model_state_dict(model, save_embedding_layers=False))
+    if different:
+        raise ValueError(f"{len(different)} weights are in only one of them, such as {min(different)}")
+
+
 def quiet_libraries(device):
     """Switches off what libraries print and nobody can act on, so that the program's own lines stand out."""
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")  # peft calls it by its old name
+    warnings.filterwarnings("ignore", message="Found missing adapter keys")  # require_all_weights says so
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # an optional CPU kernel that is not installed
     if device.type == "cpu":
         transformers.logging.set_verbosity_error()  # tells to install CUDA kernels
@@ -71,7 +121,7 @@ def pick_device(name):
 
 
 def check_fit(name, model_config, tokenizer, image_processor):
-    """Raises UserError where tokenizer or image processor do not belong to the model."""
+    """Raises UserError where tokenizer or image processor do not belong to the model, or there is no chat template."""
     vision = model_config.vision_config
     for ours, theirs in (("patch_size", "patch_size"), ("merge_size", "spatial_merge_size"),
                          ("temporal_patch_size", "temporal_patch_size")):
@@ -81,6 +131,7 @@ def check_fit(name, model_config, tokenizer, image_processor):
     if tokenizer.convert_tokens_to_ids(IMAGE_TOKEN) != model_config.image_token_id:
         raise UserError(f"{name}: {IMAGE_TOKEN} is token {tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)} of the "
                         f"tokenizer and {model_config.image_token_id} in config.json")
+    template_ids(tokenizer)
 
 
 def nf4_config(compute_dtype):

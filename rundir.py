@@ -4,28 +4,58 @@
               metrics.jsonl      one line a step
               rollouts.jsonl     one line a completion
               questions.jsonl    each question used, once; its figure under figures/
-              step-25/ ...       LoRA adapters in PEFT's format
+              step-25/ ...       checkpoints, each a LoRA adapter in PEFT's format; see checkpoints.py
               eval-base.json, eval-step-100.json, results.json
+              nonfinite-step-7.json    a batch that gave NaN or infinite numbers
+              lock               held by the process that trains
 """
 
+import contextlib
 import dataclasses
+import io
 import json
 import math
 import os
 import platform
 import re
+import shutil
+import signal
+import threading
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from tqdm import tqdm
 
+from checkpoints import (
+    Interrupted,
+    NonFinite,
+    check_same_experiment,
+    cut_lines,
+    lock_folder,
+    newest_checkpoint,
+    prune_checkpoints,
+    random_state,
+    restore_checkpoint,
+    save_checkpoint,
+    stored_config,
+    sync,
+    write_whole,
+)
 from hub import UserError
 from reward import extract_choice
 from vision_tokens import on_white
 
 
 def free_run_path(config):
-    """The folder of the coming run; an existing one is never taken. Raises UserError for a name that is no name."""
+    """The folder of the coming run, or with `--resume` of the one to continue. Else an existing one is never taken.
+
+    Raises UserError for a name that is no name, a run in use, and settings that do not continue it.
+    """
+    if config.resume:
+        check_same_experiment(config)
+        lock_folder(Path(config.resume)).close()  # told before gigabytes are loaded
+        return Path(config.resume)
     root = Path(config.output_dir)
     if not config.experiment_name:
         stem = Path(config.base_model).name or "run"
@@ -43,64 +73,205 @@ def free_run_path(config):
 
 
 class RunDir:
-    """Writes one run's files. Every line is flushed, so that a run can be read while it goes on."""
+    """Writes one run's files. Every line is flushed, so that a run can be read while it goes on.
+
+    `with run:` covers the training: SIGINT and SIGTERM then end it with exit code 130 or 143, and whatever ends it
+    early, the last complete step is left as a checkpoint. A signal drops what is going on, unless an optimiser step
+    has made the policy another than that of the last complete step: then the step is finished first. A second signal
+    kills.
+    """
 
     def __init__(self, path, config, model_revision, dataset_revision):
         self.path, self.config = path, config
-        self.stored, self.told = {}, set()
+        self.stored, self.told, self.unsynced = {}, set(), set()
+        self.progress = 0, 0, None  # step, questions drawn, random state: of the last complete step, replaced as one
+        self.saved = 0  # step of the newest checkpoint
+        self.touched, self.pending = False, None  # an optimiser step since then; a signal that waits for its end
         try:
-            (path / "figures").mkdir(parents=True)
+            path.mkdir(parents=True, exist_ok=bool(config.resume))
         except OSError as error:
             raise UserError(f"the run directory {path} cannot be made: {error.strerror}; --output-dir names another "
                             "place") from error
-        versions = {"python": platform.python_version()}
-        for package in ("torch", "transformers", "peft", "bitsandbytes", "datasets", "pillow"):
-            versions[package] = _version(package)
-        self.write_json("config.json", dataclasses.asdict(config) | {
+        self.lock = lock_folder(path)
+        written = dataclasses.asdict(config) | {
             "resolved_model_revision": model_revision, "resolved_dataset_revision": dataset_revision,
-            "versions": versions})
+            "versions": package_versions()}
+        with self.writing("figures"):
+            (path / "figures").mkdir(exist_ok=True)
+        self.folder, self.state = self.reopen(written) if config.resume else (None, None)
+        if self.state:
+            self.saved = self.state["step"]
+            self.progress = self.saved, self.state["questions_drawn"], self.state["random"]
+        self.write_json("config.json", written)
+
+    def reopen(self, written):
+        """Takes the run's files back to its newest whole checkpoint -> (its folder, its state), or (None, None)."""
+        before = stored_config(self.path)
+        for name in ("resolved_model_revision", "resolved_dataset_revision"):
+            if before.get(name) != written[name]:
+                raise UserError(f"--resume {self.path}: {name} was {before.get(name)} and is {written[name]} now")
+        changed = [f"{name} {then} then, {written['versions'].get(name)} now"
+                   for name, then in before.get("versions", {}).items() if written["versions"].get(name) != then]
+        self.tell([f"other versions, so numbers may differ a little: {'; '.join(changed)}"] if changed else [])
+        with self.writing("files"):
+            folder, state = newest_checkpoint(self.path, self.tell)
+            step = state["step"] if state else 0
+            if step > self.config.steps:
+                raise UserError(f"--steps {self.config.steps}: the run {self.path} has made {step} steps already")
+            for draft in self.path.glob("*.tmp"):
+                shutil.rmtree(draft) if draft.is_dir() else draft.unlink()
+            for log in ("metrics.jsonl", "rollouts.jsonl"):
+                cut_lines(self.path / log, lambda row: row["step"] <= step)
+            cut_lines(self.path / "questions.jsonl", self.remember)
+            for evaluation in self.path.glob("eval-step-*.json"):  # of a checkpoint that is damaged
+                if int(evaluation.stem[10:]) > step:
+                    evaluation.unlink()
+        return folder, state
+
+    def remember(self, row):
+        """A line of questions.jsonl, if its figure is there, as stored."""
+        if not (self.path / row["figure"]).is_file():
+            return False
+        self.stored[row["question"], row["subject"]] = row["figure"]
+        return True
+
+    def restore(self, policy, optimizer):
+        """The run's newest checkpoint into policy, optimiser and random state -> (its step, questions drawn so far).
+
+        (0, 0), and nothing is changed, in a new run and in one that was stopped before its first checkpoint.
+        """
+        self.policy, self.optimizer = policy, optimizer
+        optimizer.register_step_pre_hook(lambda *_: setattr(self, "touched", True))
+        if self.state:
+            restore_checkpoint(self.folder, self.state, policy, optimizer)
+        if self.config.resume:
+            tqdm.write(f"going on after step {self.saved} of {self.path}")
+        return self.progress[:2]
+
+    def checkpoint(self):
+        """Makes `step-N/` of the last complete step, and removes what `--keep-checkpoints` does not keep."""
+        step, drawn, random = self.progress
+        if step == self.saved:
+            return
+        with self.writing(f"step-{step}"):
+            while self.unsynced:  # the logs of these steps must not be lost where the checkpoint is not
+                sync(self.path / self.unsynced.pop())
+            save_checkpoint(self.path / f"step-{step}", self.policy.model, self.optimizer, {
+                "step": step, "questions_drawn": drawn, "random": random, "config": dataclasses.asdict(self.config),
+                "versions": package_versions()})
+            self.saved = step
+            prune_checkpoints(self.path, self.config.keep_checkpoints)
+
+    def __enter__(self):
+        self.handlers = {}
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.handlers[number] = signal.signal(number, self.interrupt)
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        try:
+            if error is not None:
+                self.rescue(error)
+        finally:
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
+            self.lock.close()
+
+    def interrupt(self, number, frame):
+        """The handler of the first signal."""
+        for each in self.handlers:
+            signal.signal(each, signal.SIG_DFL)
+        self.pending = number
+        if not self.touched:
+            raise Interrupted(number)
+        os.write(2, b"\nfinishing this step first; the same signal again stops at once\n")  # print may be busy
+
+    def rescue(self, error):
+        """The last complete step becomes a checkpoint, where the policy still is that of it; says how to go on."""
+        step = self.progress[0]
+        if isinstance(error, NonFinite):
+            name = f"nonfinite-step-{step + 1}.json"
+            with contextlib.suppress(UserError):
+                self.write_json(name, {"step": step + 1, **error.record})
+                error.args = (f"{error}; the batch is in {self.path / name}",)
+        if not self.touched:
+            try:
+                self.checkpoint()
+            except (UserError, RuntimeError) as another:  # RuntimeError: the GPU itself may have failed
+                tqdm.write(f"step {step} could not be saved: {describe(another)}")
+        if self.saved or not isinstance(error, UserError):
+            tqdm.write(f"stopped; to go on after step {self.saved}: --resume {self.path}")
+
+    @contextlib.contextmanager
+    def writing(self, name):
+        """Turns a full disk or a missing permission into a UserError."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or describe(error)
+            raise UserError(f"{self.path / name} cannot be written: {reason}; checkpoints already there are good"
+                            ) from error
 
     def write_json(self, name, value):
-        """Whole or not at all: written beside the file, then renamed over it."""
-        draft = self.path / f"{name}.tmp"
-        draft.write_text(json.dumps(value, ensure_ascii=False, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(draft, self.path / name)
+        """Whole or not at all."""
+        text = json.dumps(value, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
+        with self.writing(name):
+            write_whole(self.path / name, text.encode("utf-8"))
+
+    def read_json(self, name):
+        """What a resumed run wrote before it stopped, or None."""
+        try:
+            return json.loads((self.path / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
 
     def append(self, name, rows):
-        with open(self.path / name, "a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        with self.writing(name), open(self.path / name, "a", encoding="utf-8") as file:
+            file.writelines(json_line(row) for row in rows)
+        self.unsynced.add(name)
 
     def save_step(self, step, metrics, batch, advantages):
-        """Files the step and prints its line. `batch` is a grpo.Batch, `advantages` (B*G, T)."""
+        """Files the step, now complete, and prints its line. `batch` is a grpo.Batch, `advantages` (B*G, T)."""
         for question in batch.questions:
             self.store_question(question)
         records = rollout_records(batch, advantages)
         self.append("rollouts.jsonl", ({"step": step, **record} for record in records))
         self.append("metrics.jsonl", [{"step": step, **metrics}])
+        self.progress = (step, self.progress[1] + len(batch.questions), random_state(batch.rollouts.tokens.device))
+        self.touched = False
         self.tell(batch.prompts.downsized)
         self.show_step(step, metrics, records[:batch.rewards.shape[1]] if self.config.show_samples else [])
+        if self.pending:
+            raise Interrupted(self.pending)
 
     def store_question(self, question):
         """Question and figure, at first use only."""
         key = (question.id, question.subject)  # ids are unique within a split, not across
         if key in self.stored:
             return
-        self.stored[key] = figure = f"figures/{len(self.stored) + 1:05d}.png"
-        on_white(question.image).save(self.path / figure)
+        figure, encoded = f"figures/{len(self.stored) + 1:05d}.png", io.BytesIO()
+        on_white(question.image).save(encoded, "PNG")
+        with self.writing(figure):
+            (self.path / figure).write_bytes(encoded.getvalue())
         self.append("questions.jsonl", [{"question": question.id, "figure": figure, "subject": question.subject,
                                          "choices": list(question.choices), "label": question.label,
                                          "answer": question.answer}])
+        self.unsynced.add(figure)
+        self.stored[key] = figure
 
     def tell(self, lines):
         """Prints each of the lines at its first time only."""
         for line in lines:
             if line not in self.told:
                 self.told.add(line)
-                tqdm.write(f"note: {line}")
+                tqdm.write(f"note: {printable(line)}")
 
     def show_step(self, step, metrics, group):
         """The step's summary line, and the completions of `group` where there are any."""
-        if metrics["degenerate_fraction"] == 1.0 and not metrics["train_datums"]:
+        if metrics["trainer/nonfinite"] and not metrics["train_datums"]:
+            learned = "no update: numbers that are not finite"
+        elif metrics["degenerate_fraction"] == 1.0 and not metrics["train_datums"]:
             learned = "no update: the rewards of every group are all equal"
         elif not metrics["train_datums"]:
             learned = "no update: every completion that could train was cut"
@@ -114,7 +285,7 @@ class RunDir:
                    f"{metrics['rollout/completion_tokens_mean']:.0f} {learned} "
                    f"{metrics['time/sampling'] + metrics['time/learning'] + metrics['time/rest']:.1f} s")
         for record in group:
-            tqdm.write(f"  question {record['question']} reward {record['reward']:.0f} advantage "
+            tqdm.write(f"  question {printable(str(record['question']))} reward {record['reward']:.0f} advantage "
                        f"{record['advantage']:+.2f} tokens {record['length']}: {printable(record['text'])}")
 
 
@@ -157,13 +328,24 @@ def describe(error):
     return printable(" ".join(str(error).split()))[:300] or type(error).__name__
 
 
-def _version(package):
+def json_line(row):
+    """A line of a log. NaN and infinities, which are no JSON, become null."""
+    try:
+        return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+    except ValueError:
+        return json.dumps(json.loads(json.dumps(row), parse_constant=lambda name: None), ensure_ascii=False) + "\n"
+
+
+def package_versions():
     from importlib import metadata
 
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "transformers", "peft", "bitsandbytes", "datasets", "pillow"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    return versions
 
 
 def peak_memory_gib(device):

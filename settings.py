@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import inspect
 import math
+import signal
 import sys
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import torch
 import transformers
 from packaging.version import Version
 
+from checkpoints import resumed_config
 from hub import UserError
+from rundir import printable
 
 
 def check_config(config, losses):
@@ -23,7 +26,7 @@ def check_config(config, losses):
                  "updates_per_rollout", "max_candidate_multiplier"):
         if getattr(config, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(config, name)}")
-    for name in ("max_samples", "max_image_tokens", "test_size", "save_every", "max_grad_norm", "learning_rate",
+    for name in ("max_samples", "max_image_tokens", "test_size", "save_every", "keep_checkpoints", "max_grad_norm", "learning_rate",
                  "eval_temperature", "kl_coef", "overlong_cache", "distill_coef"):
         if not 0 <= getattr(config, name) < math.inf:
             raise UserError(f"--{name.replace('_', '-')} must be 0 or more, not {getattr(config, name)}")
@@ -59,6 +62,8 @@ def check_config(config, losses):
             if getattr(config, name):
                 raise UserError(f"--{name.replace('_', '-')} shapes rewards, which --advantage {config.advantage} "
                                 "does not use")
+    if config.resume and config.eval_only:
+        raise UserError("--resume continues a training: --eval-only goes with --adapter RUN/step-N")
     if (config.advantage == "opd") != bool(config.teacher_model):
         raise UserError("--advantage opd and --teacher-model go together")
 
@@ -77,7 +82,7 @@ DAPO = {"loss_fn": "ppo", "clip_low": 0.2, "clip_high": 0.28, "loss_reduction": 
 
 def with_preset(config):
     """A copy of `config`, with the flags of `--algorithm dapo` where they were at their default; prints which."""
-    if config.algorithm == "grpo":
+    if config.algorithm == "grpo" or config.resume:  # the settings of a run that is resumed have them already
         return dataclasses.replace(config)
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     changes = {name: value for name, value in DAPO.items() if getattr(config, name) == defaults[name]}
@@ -91,7 +96,7 @@ class OneLineParser(transformers.HfArgumentParser):
     """The dataclass is the command line. A wrong flag is one line and exit code 2."""
 
     def error(self, message):
-        print(f"error: {message} (--help lists the flags)", file=sys.stderr)
+        print(f"error: {printable(message)} (--help lists the flags)", file=sys.stderr)
         sys.exit(2)
 
 
@@ -103,14 +108,22 @@ def run_command_line(config_class, action, argv=None):
     if unknown:
         parser.error(f"unknown flag {unknown[0]}")
     try:
-        action(config)
+        action(resumed_config(config, given_flags(parser, config, argv)) if config.resume else config)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)
     except torch.OutOfMemoryError:
         print("error: out of GPU memory: lower --micro-batch-size (learning), --batch-size or --max-tokens (sampling), "
-              "--eval-batch-size (evaluation); checkpoints already written are good", file=sys.stderr)
+              "--eval-batch-size (evaluation)", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted: checkpoints already written are good, --adapter goes on from one", file=sys.stderr)
-        sys.exit(130)
+    except KeyboardInterrupt as stop:
+        print("interrupted", file=sys.stderr)
+        sys.exit(128 + getattr(stop, "signum", signal.SIGINT))
+
+
+def given_flags(parser, config, argv):
+    """Names of the fields that the command line sets, be it to their default."""
+    unset = object()
+    names = [field.name for field in dataclasses.fields(config)]
+    parsed, _ = parser.parse_known_args(argv, argparse.Namespace(**dict.fromkeys(names, unset)))
+    return {name for name in names if getattr(parsed, name) is not unset}

@@ -112,7 +112,7 @@ def encode_prompts(tokenizer, image_processor, questions, max_image_tokens=1024,
         limits = _pixel_limits(image_processor, max_image_tokens)
         pixels = image_processor(images=[image], return_tensors="pt",
                                  size={"shortest_edge": limits["min_pixels"], "longest_edge": limits["max_pixels"]})
-        head, tail = _template_ids(tokenizer)
+        head, tail = template_ids(tokenizer)
         place = tail.index(image_id)
         text = _plain_text_ids(tokenizer, format_question(question, with_solution), question.id)
         rows.append(head + text + tail[:place] + [image_id] * count + tail[place + 1:])
@@ -153,7 +153,7 @@ def join_prompts(waves):
 
 
 @functools.lru_cache(maxsize=4)
-def _template_ids(tokenizer):
+def template_ids(tokenizer):
     """Token ids of the chat template before and behind the question's text; the figure is in the second part."""
     if not tokenizer.chat_template:
         raise UserError(f"the tokenizer of {tokenizer.name_or_path} has no chat template: take an instruction-tuned "

@@ -20,7 +20,8 @@ METRICS = {
     "step", "reward", "format_rate", "degenerate_fraction", "train_datums", "rollout/completion_tokens_mean",
     "rollout/truncated_fraction", "rollout/entropy", "rollout/downsized_figures", "rollout/shaped_reward",
     "rollout/questions", "rollout/waves", "informative_fraction", "trainer/loss_mean", "trainer/dlogp_mean",
-    "trainer/dlogp_max", "trainer/grad_norm", "trainer/optimizer_steps", "time/sampling", "time/learning", "time/rest",
+    "trainer/dlogp_max", "trainer/grad_norm", "trainer/optimizer_steps", "trainer/nonfinite",
+    "time/sampling", "time/learning", "time/rest",
     "rate/tokens_per_second", "memory/peak_gib"}
 NOISY = ("time/", "rate/", "memory/")
 
@@ -261,9 +262,12 @@ def edit(path, **changes):
 
 def test_adapters_that_do_not_fit(folders, load, tmp_path):
     config = grpo.Config(base_model=str(folders()), device="cpu", adapter=str(tmp_path))
-    load("qwen3_vl").model.save_pretrained(tmp_path)  # of another base model
-    with pytest.raises(UserError, match="cannot be put on"):
+    with pytest.raises(UserError, match="no adapter_config.json"):
         grpo.load_policy(config)
+    load("qwen3_vl").model.save_pretrained(tmp_path)  # of another base model
+    with pytest.raises(UserError, match="was made for a Qwen3VLForConditionalGeneration"):
+        grpo.load_policy(config)
+    load().model.save_pretrained(tmp_path)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"torn")
     with pytest.raises(UserError, match="cannot be put on"):
         grpo.load_policy(config)

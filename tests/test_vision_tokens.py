@@ -203,5 +203,6 @@ def test_tower_runs_once_for_each_figure(load):
 def test_a_tokenizer_without_chat_template(load):
     policy = load()
     policy.tokenizer.chat_template = None
+    vision_tokens.template_ids.cache_clear()  # loading has looked at it
     with pytest.raises(UserError, match="no chat template"):
         prompts_of(policy, questions())

@@ -1,0 +1,573 @@
+"""Runs that stop and go on: resuming bit for bit, checkpoints, interrupts, the lock, full disks, numbers that go wrong."""
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from runs import command, flags, install_reward, lines, make_data_set, result
+
+import checkpoints
+import grpo
+import rundir
+from hub import UserError
+
+TESTS = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def reward():
+    undo = install_reward()
+    yield
+    undo()
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    return make_data_set(tmp_path_factory.mktemp("questions"))
+
+
+@pytest.fixture
+def given(folders, data, tmp_path):
+    """given(steps=3) -> flags of a run in tmp_path/run."""
+    return lambda **changes: flags(folders(), data, tmp_path, **changes)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(folders, data, tmp_path_factory):
+    """Six steps without a stop."""
+    undo = install_reward()
+    output = tmp_path_factory.mktemp("undisturbed")
+    assert command(flags(folders(), data, output, save_every=1)) == 0
+    undo()
+    return output / "run"
+
+
+# Resume
+
+
+@pytest.mark.parametrize("extra", [
+    {}, {"algorithm": "dapo", "learning_rate": 1e-2}, {"minibatches": 2, "updates_per_rollout": 2, "kl_coef": 0.1}])
+def test_six_steps_are_three_and_three(given, tmp_path, extra):
+    assert command(given(experiment_name="whole", **extra)) == 0
+    assert command(given(steps=3, save_every=1, keep_checkpoints=2, **extra)) == 0
+    assert not (tmp_path / "run" / "step-1").exists() and (tmp_path / "run" / "step-2").exists()
+    assert command(["--resume", str(tmp_path / "run"), "--steps", "6"]) == 0
+    whole, parts = result(tmp_path / "whole", 6), result(tmp_path / "run", 6)
+    assert parts[1].pop("eval-step-3.json")
+    assert parts == whole
+    assert sum(row["trainer/optimizer_steps"] for row in whole[0]) >= 5, "it did not train"
+    if extra.get("algorithm") == "dapo":
+        assert any(row["rollout/waves"] > 1 for row in whole[0]), "no second wave was drawn"
+
+
+def test_a_run_without_a_checkpoint_starts_again(given, tmp_path, undisturbed, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr(rundir.RunDir, "checkpoint", lambda run: None)
+        command(given(steps=2))
+    (tmp_path / "run" / "results.json").unlink()
+    asked = []
+    right = grpo.sample
+    monkeypatch.setattr(grpo, "sample", lambda *args, **kw: asked.append(args[2]) or right(*args, **kw))
+    assert command(["--resume", str(tmp_path / "run"), "--steps", "6"]) == 0
+    assert asked.count(1) == 1, "the base was evaluated again"
+    assert "going on after step 0" in capsys.readouterr().out
+    assert result(tmp_path / "run", 6)[0] == result(undisturbed, 6)[0]
+
+
+def test_a_finished_run_makes_no_step_and_no_evaluation_again(undisturbed, tmp_path, monkeypatch):
+    run = shutil.copytree(undisturbed, tmp_path / "run")
+    monkeypatch.setattr(grpo, "sample", lambda *args, **kw: pytest.fail("sampled"))
+    assert command(["--resume", str(run)]) == 0
+    assert result(run, 6) == result(undisturbed, 6)
+
+
+@pytest.mark.parametrize("changes, name", [
+    (["--learning-rate", "4e-5"], "--learning-rate 4e-05"),  # the default, which is not what the run had
+    (["--seed", "1"], "--seed 1"),
+    (["--batch-size", "3"], "--batch-size 3"),
+    (["--max_tokens", "7"], "--max-tokens 7"),
+    (["--loss-fn", "ppo"], "--loss-fn ppo"),
+    (["--normalize-std"], "--normalize-std True"),
+    (["--base-model", "elsewhere"], "--base-model elsewhere"),
+    (["--adapter", "elsewhere"], "--adapter elsewhere"),
+    (["--output-dir", "elsewhere"], "--output-dir elsewhere"),
+    (["--experiment-name", "another"], "--experiment-name another"),
+    (["--steps", "5"], "--steps 5: the run"),
+    (["--eval-only"], "--resume continues a training"),
+    (["--keep-checkpoints", "-1"], "--keep-checkpoints must be 0 or more"),
+])
+def test_a_flag_that_alters_the_experiment_is_refused(undisturbed, tmp_path, capsys, changes, name):
+    run = shutil.copytree(undisturbed, tmp_path / "run")
+    before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    assert command(["--resume", str(run), *changes]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {name}") and err.count("\n") == 1
+    before["lock"] = (run / "lock").read_bytes()
+    assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
+
+
+def test_every_other_flag_is_known_to_alter_or_not():
+    assert checkpoints.HARMLESS <= {field.name for field in dataclasses.fields(grpo.Config)}
+
+
+def test_harmless_flags_are_taken(undisturbed, tmp_path, capsys):
+    run = shutil.copytree(undisturbed, tmp_path / "run")
+    assert command(["--resume", str(run), "--steps", "8", "--save-every", "4", "--show-samples", "--micro-batch-size",
+                    "3", "--on-nonfinite", "skip", "--keep-checkpoints", "3"]) == 0
+    assert "  question q" in capsys.readouterr().out
+    assert [step for step, _ in checkpoints.checkpoint_folders(run)] == [8, 6, 5]
+    stored = json.loads((run / "config.json").read_text())
+    assert (stored["steps"], stored["save_every"], stored["learning_rate"]) == (8, 4, 5e-2)
+
+
+@pytest.mark.parametrize("content, message", [
+    (None, "no run directory, config.json cannot be read"),
+    ("{", "config.json is damaged"),
+    ("[]", "config.json is no table of settings"),
+    ('{"steps": "six"}', "steps is 'six' in config.json"),
+])
+def test_what_is_no_run_directory(tmp_path, capsys, content, message):
+    if content:
+        (tmp_path / "config.json").write_text(content)
+    assert command(["--resume", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
+def test_revisions_are_those_that_the_run_resolved(tmp_path):
+    stored = dataclasses.asdict(grpo.Config()) | {"resolved_model_revision": "abc", "resolved_dataset_revision": "def"}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    config = checkpoints.resumed_config(grpo.Config(resume=str(tmp_path)), set())
+    assert (config.model_revision, config.dataset_revision) == ("abc", "def")
+    checkpoints.check_same_experiment(config)
+    with pytest.raises(UserError, match="--model-revision xyz"):
+        checkpoints.check_same_experiment(dataclasses.replace(config, model_revision="xyz"))
+
+
+def test_random_state_comes_back():
+    def draws():
+        return random.random(), random.gauss(0, 1), np.random.normal(), np.random.rand(), torch.rand(3).tolist()
+
+    draws()
+    state = json.loads(json.dumps(checkpoints.random_state(torch.device("cpu"))))
+    first = draws()
+    checkpoints.set_random_state(state, torch.device("cpu"))
+    assert draws() == first
+
+
+# Checkpoints
+
+
+def test_the_size_of_a_checkpoint(undisturbed):
+    folder = undisturbed / "step-6"
+    adapter = (folder / "adapter_model.safetensors").stat().st_size
+    whole = sum(path.stat().st_size for path in folder.iterdir())
+    assert whole <= 3 * adapter + 2**20, (whole, adapter)
+    assert {path.suffix for path in folder.iterdir()} <= {".safetensors", ".json", ".md"}
+    state = json.loads((folder / "state.json").read_text())
+    assert state["config"]["learning_rate"] == 5e-2 and state["versions"]["torch"] and state["step"] == 6
+
+
+def test_a_checkpoint_in_plain_peft_gives_the_same_logprobs(undisturbed, load, folders):
+    from peft import PeftModel
+    from transformers import AutoModelForImageTextToText
+
+    from batches import prompts_of, questions
+
+    ours = load()
+    prompts = prompts_of(ours, questions())
+    rollouts = grpo.sample(ours, prompts, 2, 6)
+    optimizer = torch.optim.AdamW(ours.parameters())
+    state, _ = checkpoints.read_state(undisturbed / "step-6")
+    checkpoints.restore_checkpoint(undisturbed / "step-6", state, ours, optimizer)
+    plain = load()
+    before = grpo.completion_logprobs(plain, prompts, rollouts, range(6))
+    plain.model = PeftModel.from_pretrained(
+        AutoModelForImageTextToText.from_pretrained(folders(), dtype=torch.float32), undisturbed / "step-6").eval()
+    found = [grpo.completion_logprobs(policy, prompts, rollouts, range(6)) for policy in (ours, plain)]
+    assert torch.equal(*found) and not torch.equal(found[0], before)
+
+
+DAMAGES = {
+    "adapter cut": ("adapter_model.safetensors", lambda file: os.truncate(file, 1000)),
+    "adapter edited": ("adapter_model.safetensors", lambda file: flip(file, -1)),
+    "optimiser edited": ("optimizer.safetensors", lambda file: flip(file, -1)),
+    "optimiser gone": ("optimizer.safetensors", Path.unlink),
+    "settings edited": ("adapter_config.json", lambda file: flip(file, 20)),
+    "state empty": ("state.json", lambda file: file.write_text("")),
+    "state cut": ("state.json", lambda file: os.truncate(file, 400)),
+    "state edited": ("state.json", lambda file: file.write_text(file.read_text().replace('"step": 6', '"step": 5'))),
+    "state no table": ("state.json", lambda file: file.write_text("[1]")),
+    "state gone": ("state.json", Path.unlink),
+}
+
+
+def flip(file, position):
+    data = bytearray(file.read_bytes())
+    data[position] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(undisturbed, tmp_path, damage):
+    run = shutil.copytree(undisturbed, tmp_path / "run")
+    name, change = DAMAGES[damage]
+    change(run / "step-6" / name)
+    told = []
+    folder, state = checkpoints.newest_checkpoint(run, told.extend)
+    assert folder == run / "step-5" and state["step"] == 5
+    assert len(told) == 1 and f"{run / 'step-6'} is not used" in told[0] and name in told[0]
+    assert (run / "step-6.damaged").is_dir()
+
+
+def test_training_goes_on_from_the_checkpoint_before(undisturbed, tmp_path, capsys):
+    run = shutil.copytree(undisturbed, tmp_path / "run")
+    for step in (5, 6):
+        os.truncate(run / f"step-{step}" / "optimizer.safetensors", 100)
+    (run / "step-7.tmp").mkdir()
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "rew')
+    assert command(["--resume", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("is not used") == 2 and "going on after step 4" in out
+    assert result(run, 6) == result(undisturbed, 6)
+    assert not (run / "step-7.tmp").exists()
+
+
+def test_keep_checkpoints_keeps_the_newest(tmp_path):
+    for step in (1, 2, 10, 9):
+        (tmp_path / f"step-{step}").mkdir()
+    (tmp_path / "step-x").mkdir()
+    checkpoints.prune_checkpoints(tmp_path, 0)
+    assert len(list(tmp_path.iterdir())) == 5
+    checkpoints.prune_checkpoints(tmp_path, 2)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-10", "step-9", "step-x"}
+
+
+def test_cutting_a_log(tmp_path):
+    log = tmp_path / "log"
+    log.write_bytes(b'{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
+    checkpoints.cut_lines(log)
+    assert log.read_bytes() == b'{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+    checkpoints.cut_lines(log, lambda row: row["step"] <= 1)
+    assert log.read_bytes() == b'{"step": 1}\n'
+    log.write_bytes(b'{"step": 1}\n\x00\x00\n{"step": 2}\n')
+    checkpoints.cut_lines(log)
+    assert log.read_bytes() == b'{"step": 1}\n'
+    checkpoints.cut_lines(tmp_path / "none")
+
+
+# Interrupts
+
+
+def when(monkeypatch, name, count, act):
+    """Calls `act` before the `count`-th call of grpo's function `name`."""
+    right, calls = getattr(grpo, name), []
+
+    def spy(*args, **kw):
+        calls.append(1)
+        if len(calls) == count:
+            act()
+        return right(*args, **kw)
+
+    monkeypatch.setattr(grpo, name, spy)
+
+
+@pytest.mark.parametrize("phase, count, number, code", [
+    ("draw", 21, signal.SIGTERM, 143), ("completion_logprobs", 6, signal.SIGINT, 130), ("compare", 1, signal.SIGINT, 130)])
+def test_a_signal_leaves_the_last_complete_step(given, tmp_path, undisturbed, monkeypatch, capsys, phase, count, number,
+                                                code):
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        when(patch, phase, count, lambda: os.kill(os.getpid(), number))
+        assert command(given(save_every=0)) == code
+    printed = capsys.readouterr()
+    steps = lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
+    assert steps == {"draw": 2, "completion_logprobs": 2, "compare": 6}[phase]
+    assert f"stopped; to go on after step {steps}: --resume {tmp_path / 'run'}" in printed.out
+    assert printed.err.count("interrupted\n") == 1 and "Traceback" not in printed.err
+    assert [step for step, _ in checkpoints.checkpoint_folders(tmp_path / "run")] == [steps] and 0 < steps
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+    assert command(["--resume", str(tmp_path / "run")]) == 0
+    assert result(tmp_path / "run", 6) == result(undisturbed, 6)
+
+
+@pytest.mark.parametrize("name", ["append", "save_checkpoint"])
+def test_a_signal_while_files_are_written(given, tmp_path, undisturbed, monkeypatch, name):
+    where = rundir.RunDir if name == "append" else rundir
+    right, calls = getattr(where, name), []
+
+    def spy(*args):
+        calls.append(1)
+        if len(calls) == (14 if name == "append" else 3):
+            os.kill(os.getpid(), signal.SIGINT)
+        return right(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, spy)
+        assert command(given(save_every=1)) == 130
+    assert command(["--resume", str(tmp_path / "run")]) == 0
+    assert result(tmp_path / "run", 6) == result(undisturbed, 6)
+
+
+def test_a_signal_between_two_updates_of_a_step_waits_for_its_end(given, tmp_path, monkeypatch, capfd):
+    extra = dict(minibatches=2, updates_per_rollout=2)
+    assert command(given(experiment_name="whole", **extra)) == 0
+    with monkeypatch.context() as patch:
+        kill = lambda: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
+        when(patch, "accumulate_gradients", 7, kill)  # the third of the second step's four
+        assert command(given(save_every=0, **extra)) == 143
+    assert "finishing this step first" in capfd.readouterr().err
+    assert [step for step, _ in checkpoints.checkpoint_folders(tmp_path / "run")] == [2]
+    assert command(["--resume", str(tmp_path / "run")]) == 0
+    assert result(tmp_path / "run", 6) == result(tmp_path / "whole", 6)
+
+
+def test_a_signal_before_the_first_step(given, tmp_path, undisturbed, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        when(patch, "draw", 3, lambda: os.kill(os.getpid(), signal.SIGINT))  # while the base is evaluated
+        assert command(given()) == 130
+    assert "to go on after step 0" in capsys.readouterr().out
+    assert command(["--resume", str(tmp_path / "run")]) == 0
+    assert result(tmp_path / "run", 6) == result(undisturbed, 6)
+
+
+def test_a_second_signal_stops_at_once(folders, data, tmp_path, undisturbed):
+    """The first one waits for the end of a step that never ends."""
+    code = ("import os, signal, sys, time; import grpo, runs; runs.install_reward()\n"
+            "def stuck(*args, **kw):\n"
+            "    os.kill(os.getpid(), signal.SIGINT); print('waiting', flush=True); time.sleep(600)\n"
+            "right = grpo.RunDir.append\n"
+            "grpo.RunDir.append = lambda run, name, rows: (right(run, name, rows), stuck() if name == 'metrics.jsonl'\n"
+            "                                              and run.progress[0] == 2 else None)\n"
+            "sys.exit(runs.command(sys.argv[1:]))")
+    process = subprocess.Popen([sys.executable, "-c", code, *flags(folders(), data, tmp_path, save_every=2)],
+                               cwd=TESTS, env=os.environ | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"},
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line == "waiting\n":
+            break
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGINT  # a shell says 130
+    assert "finishing this step first" in err and "Traceback" not in err
+    assert command(["--resume", str(tmp_path / "run")]) == 0
+    assert result(tmp_path / "run", 6) == result(undisturbed, 6)
+
+
+def test_other_errors_leave_the_last_complete_step_too(given, tmp_path, undisturbed, monkeypatch, capsys):
+    def out_of_memory():
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        when(patch, "completion_logprobs", 9, out_of_memory)
+        assert command(given(save_every=0)) == 2
+    printed = capsys.readouterr()
+    assert "--micro-batch-size" in printed.err and f"--resume {tmp_path / 'run'}" in printed.out
+    assert len(checkpoints.checkpoint_folders(tmp_path / "run")) == 1
+    assert command(["--resume", str(tmp_path / "run")]) == 0
+    assert result(tmp_path / "run", 6) == result(undisturbed, 6)
+
+
+# Kills
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_runs_end_as_the_undisturbed_one(folders, data, tmp_path, kills):
+    if not hasattr(os, "fork"):
+        pytest.skip("no fork on this system")
+    done = subprocess.run([sys.executable, str(TESTS / "killed.py"), str(kills), "0", str(folders()), str(data),
+                           str(tmp_path)], env=os.environ | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"},
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:] + done.stdout
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert sum(summary["kills"].values()) == kills and not summary["runs that differ"]
+
+
+# The lock
+
+
+LOCK = "import sys, time; import checkpoints; from pathlib import Path\n" \
+       "file = checkpoints.lock_folder(Path(sys.argv[1])); print('locked', flush=True); time.sleep(600)"
+
+
+def test_a_run_in_use_is_left_alone_until_its_process_dies(undisturbed, tmp_path, capsys):
+    run = shutil.copytree(undisturbed, tmp_path / "run")
+    holder = subprocess.Popen([sys.executable, "-c", LOCK, str(run)], cwd=TESTS.parent, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "locked\n"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert command(["--resume", str(run)]) == 2
+    err = capsys.readouterr().err
+    assert err == f"error: the run directory {run} is in use by another process, number {holder.pid}\n"
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    holder.kill()
+    holder.wait()
+    checkpoints.lock_folder(run).close()
+
+
+def test_a_training_holds_the_lock(given, tmp_path, monkeypatch):
+    def look():
+        with pytest.raises(UserError, match=f"in use by another process, number {os.getpid()}"):
+            checkpoints.lock_folder(tmp_path / "run")
+
+    when(monkeypatch, "completion_logprobs", 1, look)
+    assert command(given(steps=1, evaluate=False)) == 0
+    checkpoints.lock_folder(tmp_path / "run").close()
+
+
+# Disks
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """small_disk(kilobytes) mounts a file system of that size, or gives it that size, and returns its folder."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def resize(kilobytes, *options):
+        kind = ["-o", ",".join(["remount" if os.path.ismount(folder) else "rw", f"size={kilobytes}k", *options])]
+        done = subprocess.run(["mount", "-t", "tmpfs", *kind, "none", str(folder)], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"no small file system can be mounted here: {done.stderr.strip()}")
+        return folder
+
+    if not shutil.which("mount"):
+        pytest.skip("no mount command here")
+    yield resize
+    if os.path.ismount(folder):
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("checkpoints_that_fit", [1.2, 1.95, 2.03, 2.6])
+def test_a_full_disk_leaves_the_last_checkpoint(given, undisturbed, small_disk, capsys, checkpoints_that_fit):
+    size = sum(path.stat().st_size for path in (undisturbed / "step-6").iterdir())
+    disk = small_disk(int(size * checkpoints_that_fit / 1024) + 60)
+    assert command(given(output_dir=disk, save_every=1)) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"error: {disk / 'run'}") and printed.err.count("\n") == 1
+    assert "No space left on device" in printed.err and "--resume" in printed.out
+    folder, state = checkpoints.newest_checkpoint(disk / "run", pytest.fail)
+    assert 1 <= state["step"] <= int(checkpoints_that_fit)
+    assert f"to go on after step {state['step']}:" in printed.out
+    small_disk(20_000)
+    assert command(["--resume", str(disk / "run")]) == 0
+    assert result(disk / "run", 6) == result(undisturbed, 6)
+
+
+def test_a_file_size_limit_leaves_the_last_checkpoint(folders, data, tmp_path, undisturbed):
+    """The log of rollouts outgrows the limit, in the middle of a line."""
+    pytest.importorskip("resource", reason="no such limits on this system")
+    size = sum(len(json.dumps(row, ensure_ascii=False).encode()) + 1
+               for row in lines(undisturbed / "rollouts.jsonl") if row["step"] <= 4) + 100
+    code = ("import sys; import grpo, runs, resource; runs.install_reward()\n"
+            "right = grpo.RunDir.append\n"
+            "def append(run, name, rows):\n"
+            f"    resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, -1))\n"
+            "    right(run, name, rows)\n"
+            "    resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))\n"
+            "grpo.RunDir.append = append\n"
+            "sys.exit(runs.command(sys.argv[1:]))")
+    done = subprocess.run([sys.executable, "-c", code, *flags(folders(), data, tmp_path, save_every=3)], cwd=TESTS,
+                          env=os.environ | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"}, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
+    assert "rollouts.jsonl cannot be written: File too large" in done.stderr
+    assert not (tmp_path / "run" / "rollouts.jsonl").read_bytes().endswith(b"\n"), "no torn line was there to mend"
+    assert command(["--resume", str(tmp_path / "run")]) == 0
+    assert result(tmp_path / "run", 6) == result(undisturbed, 6)
+
+
+def test_a_read_only_disk(given, undisturbed, small_disk, capsys):
+    disk = small_disk(20_000)
+    shutil.copytree(undisturbed, disk / "run")
+    small_disk(20_000, "ro")
+    assert command(["--resume", str(disk / "run")]) == 2
+    assert command(given(output_dir=disk, experiment_name="new")) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == f"error: the run directory {disk / 'run'} cannot be written: Read-only file system"
+    assert second.startswith(f"error: the run directory {disk / 'new'} cannot be made: Read-only file system")
+
+
+def test_no_place_for_a_run_directory(given, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert command(given(output_dir=tmp_path / "file")) == 2
+    err = capsys.readouterr().err
+    assert f"the run directory {tmp_path / 'file' / 'run'} cannot be made: Not a directory" in err
+    assert err.count("\n") == 1
+
+
+# Numbers that go wrong
+
+
+def poison(monkeypatch, kind, count):
+    """Spoils the `count`-th call: what the learner finds, what the sampler found, or the gradient alone."""
+    name = "sample" if kind == "sampler" else "completion_logprobs"
+    right, calls = getattr(grpo, name), []
+
+    def spoiled(*args, **kw):
+        found = right(*args, **kw)
+        calls.append(1)
+        if len(calls) == count and kind == "sampler":
+            found.logprobs[0, 0] = float("nan")
+        elif len(calls) == count and kind == "gradient":
+            found.register_hook(lambda gradient: gradient * float("inf"))
+        elif len(calls) == count:
+            found = found + torch.tensor({"learner": float("nan"), "certain": -float("inf")}[kind])
+        return found
+
+    monkeypatch.setattr(grpo, name, spoiled)
+
+
+@pytest.mark.parametrize("kind", ["learner", "certain", "sampler", "gradient"])
+def test_numbers_that_are_not_finite_stop_before_the_optimiser(given, tmp_path, undisturbed, monkeypatch, capsys, kind):
+    with monkeypatch.context() as patch:
+        poison(patch, kind, 4 if kind == "sampler" else 6)
+        assert command(given(save_every=0)) == 2
+    printed = capsys.readouterr()
+    run = tmp_path / "run"
+    (step,) = [step for step, _ in checkpoints.checkpoint_folders(run)]
+    file = run / f"nonfinite-step-{step + 1}.json"
+    assert "stopped before the adapter was touched" in printed.err and printed.err.count("\n") == 1
+    assert printed.err.rstrip().endswith(f"the batch is in {file}")
+    saved = json.loads(file.read_text(), parse_constant=pytest.fail)
+    assert saved["step"] == step + 1 and len(saved["completions"]) in (4, 8)
+    for row in saved["completions"]:
+        assert row["question"].startswith("q")
+        assert len(row["tokens"]) == len(row["sampler_logprobs"]) == len(row["learner_logprobs"]) == len(
+            row["advantages"]) > 0
+    text = {"learner": "nan", "certain": "-inf", "sampler": "nan", "gradient": "nan"}[kind]
+    assert text in json.dumps(saved)
+    for name in ("adapter_model.safetensors", "optimizer.safetensors"):
+        assert (run / f"step-{step}" / name).read_bytes() == (undisturbed / f"step-{step}" / name).read_bytes()
+    assert command(["--resume", str(run)]) == 0  # the poison is gone
+    assert result(run, 6) == result(undisturbed, 6)
+
+
+@pytest.mark.parametrize("kind", ["learner", "sampler", "gradient"])
+def test_skipping_an_update_counts_it_and_goes_on(given, tmp_path, undisturbed, monkeypatch, capsys, kind):
+    poison(monkeypatch, kind, 3)
+    assert command(given(steps=3, save_every=1, on_nonfinite="skip")) == 0
+    rows = lines(tmp_path / "run" / "metrics.jsonl")
+    assert [row["trainer/nonfinite"] for row in rows] == [0, 1, 0]
+    assert [row["trainer/optimizer_steps"] for row in rows] == [1, 0, 1]
+    assert "no update: numbers that are not finite" in capsys.readouterr().out
+    adapters = [(tmp_path / "run" / f"step-{step}" / "adapter_model.safetensors").read_bytes() for step in (1, 2, 3)]
+    assert adapters[0] == adapters[1] != adapters[2]
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert "NaN" not in (tmp_path / "run" / name).read_text()
+
+
+def test_a_log_line_is_json_whatever_the_numbers():
+    assert rundir.json_line({"a": float("nan"), "b": [1.5, -float("inf")], "c": "角"}) == \
+        '{"a": null, "b": [1.5, null], "c": "角"}\n'
