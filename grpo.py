@@ -25,23 +25,21 @@ import functools
 import inspect
 import itertools
 import math
-import statistics
 import time
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from checkpoints import NonFinite, nonfinite_record
 from geoqa import load_geoqa
 from hub import UserError
-from loading import check_adapter, load_base, pick_device, require_all_weights
-from reward import extract_choice, grade
-from rundir import RunDir, batch_metrics, compare, describe, free_run_path, results_table
+from loading import add_lora, load_base, pick_device
+from reward import grade
+from rundir import RunDir, batch_metrics, compare, free_run_path, results_table, update_metrics
 from settings import check_config, check_solutions, run_command_line, with_preset
 from vision_tokens import Prompts, encode_figures, encode_prompts, join_prompts, prompt_positions, select_figures
 
@@ -154,7 +152,7 @@ def load_policy(config):
     if config.activation_checkpointing == "on" or (config.activation_checkpointing == "auto" and device.type == "cuda"):
         policy.base.activation_checkpointing_enable()
     torch.manual_seed(config.seed)  # the adapter's start
-    policy.model = add_lora(policy.base, config)
+    policy.model = add_lora(policy.base, config.base_model, config.lora_rank, config.adapter)
     return policy
 
 
@@ -168,34 +166,6 @@ def load_frozen(name, revision, config):
         "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")} - {None}
     return Policy(base, tokenizer, image_processor, torch.tensor(sorted(stop_ids), device=base.device),
                   torch.tensor(sorted(forbidden_ids), device=base.device), revision)
-
-
-# Every linear layer of the language model but the tiny gates: attention, gated delta net, MLP. Not the vision tower.
-LORA_MODULES = (r".*language_model\.layers\.\d+\."
-                r"(self_attn\.[qkvo]_proj|linear_attn\.(in_proj_qkv|in_proj_z|out_proj)|mlp\.(gate|up|down)_proj)")
-
-
-def add_lora(base, config):
-    """Puts a float32 LoRA adapter (arXiv 2106.09685) into the frozen base: a new one, or the one in --adapter."""
-    from peft import LoraConfig, PeftModel, get_peft_model
-
-    if config.adapter:
-        check_adapter(config.adapter, config.base_model, base)
-        try:
-            model = PeftModel.from_pretrained(base, config.adapter, is_trainable=True)
-            require_all_weights(model, config.adapter)
-        except (OSError, ValueError, LookupError, RuntimeError, TypeError, SafetensorError) as error:
-            raise UserError(f"--adapter {config.adapter} cannot be put on {config.base_model}: "
-                            f"{describe(error)}") from error
-    else:
-        model = get_peft_model(base, LoraConfig(r=config.lora_rank, lora_alpha=config.lora_rank, lora_dropout=0.0,
-                                                target_modules=LORA_MODULES))
-    # In bf16 a step of 4e-5 leaves many weights as they were; from_pretrained has no reason to agree on its own.
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    model.peft_config["default"].base_model_name_or_path = config.base_model  # not this machine's cache folder
-    return model
 
 
 # ---------------------------------------------------------------------------------------------------------- Sampler
@@ -531,7 +501,7 @@ def update(policy, optimizer, prompts, rollouts, advantages, rows, config, base_
     gradients and log-probabilities are checked before the optimiser is touched: NonFinite is raised, or with
     `--on-nonfinite skip` the minibatch left out and counted.
     """
-    steps, nonfinite = [], 0
+    steps, nonfinite, dlogp = [], 0, None
     for _ in range(config.updates_per_rollout if len(rows) else 0):
         order = torch.randperm(len(rows)).to(rows.device) if config.minibatches > 1 else slice(None)
         for minibatch in rows[order].tensor_split(min(config.minibatches, len(rows))):
@@ -553,15 +523,7 @@ def update(policy, optimizer, prompts, rollouts, advantages, rows, config, base_
             steps.append({"trainer/loss_mean": loss, **loss_diagnostics(
                 config.loss_fn, found[minibatch], old, advantages[minibatch], mask, **loss_bounds(config)),
                 "trainer/grad_norm": norm})
-    if not steps:
-        return {"train_datums": 0, "trainer/optimizer_steps": 0, "trainer/nonfinite": nonfinite,
-                "trainer/loss_mean": None, "trainer/grad_norm": None, "trainer/dlogp_mean": None,
-                "trainer/dlogp_max": None}
-    pick = {"trainer/ratio_min": min, "trainer/ratio_max": max}
-    metrics = {key: pick.get(key, statistics.fmean)(step[key] for step in steps) for key in steps[0]}
-    first = {f"{key}_first": value for key, value in steps[0].items() if key.endswith("clip_fraction")}
-    return {"train_datums": len(rows), "trainer/optimizer_steps": len(steps), "trainer/nonfinite": nonfinite, **metrics,
-            **first, "trainer/dlogp_mean": dlogp.mean().item(), "trainer/dlogp_max": dlogp.max().item()}
+    return update_metrics(steps, len(rows), nonfinite, dlogp)
 
 
 # ---------------------------------------------------------------------------------------------------------- Loop
@@ -762,12 +724,7 @@ def evaluate_policy(policy, questions, config, run, name):
             with sampling_bar(config) as progress:
                 rollouts = sample(policy, prompts.to(policy.device), 1, config.max_tokens, config.eval_temperature,
                                   config.top_p, progress)
-            for question, text, length, done in zip(batch, completion_texts(policy, rollouts),
-                                                    rollouts.lengths.tolist(), rollouts.finished.tolist()):
-                records.append({"question": question.id, "gold": question.label, "choice": extract_choice(text),
-                                "lenient_choice": extract_choice(text, lenient=True), "text": text, "tokens": length,
-                                "truncated": not done})
-                run.store_question(question)
+            records += run.evaluation_records(batch, completion_texts(policy, rollouts), rollouts)
             bar.update(len(batch))
     run.write_json(f"eval-{name}.json", records)
     return records

@@ -1,4 +1,4 @@
-"""Models from a folder or the hub: device, 4-bit, and whether tokenizer and image processor fit. Nothing of GRPO."""
+"""Models from a folder or the hub: device, 4-bit, the LoRA adapter, and whether the parts fit. Nothing of GRPO."""
 
 import json
 import logging
@@ -57,6 +57,37 @@ def refuse_custom_code(name, folder):
     if code:
         raise UserError(f"{name} brings code of its own ({code.name}), which is never run: take a model of "
                         f"{', '.join(SUPPORTED_MODELS)} without any")
+
+
+# Every linear layer of the language model but the tiny gates: attention, gated delta net, MLP. Not the vision tower.
+LORA_MODULES = (r".*language_model\.layers\.\d+\."
+                r"(self_attn\.[qkvo]_proj|linear_attn\.(in_proj_qkv|in_proj_z|out_proj)|mlp\.(gate|up|down)_proj)")
+
+
+def add_lora(base, base_name, rank, adapter=""):
+    """Puts a float32 LoRA adapter (arXiv 2106.09685) into the frozen base: a new one, or the one in folder `adapter`.
+
+    alpha = rank, no dropout. Gives the peft.PeftModel. Raises UserError for an adapter that does not fit.
+    """
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    if adapter:
+        check_adapter(adapter, base_name, base)
+        try:
+            model = PeftModel.from_pretrained(base, adapter, is_trainable=True)
+            require_all_weights(model, adapter)
+        except (OSError, ValueError, LookupError, RuntimeError, TypeError, SafetensorError) as error:
+            raise UserError(f"--adapter {adapter} cannot be put on {base_name}: "
+                            f"{describe(error)}") from error
+    else:
+        model = get_peft_model(base, LoraConfig(r=rank, lora_alpha=rank, lora_dropout=0.0,
+                                                target_modules=LORA_MODULES))
+    # In bf16 a step of 4e-5 leaves many weights as they were; from_pretrained has no reason to agree on its own.
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    model.peft_config["default"].base_model_name_or_path = base_name  # not this machine's cache folder
+    return model
 
 
 def check_adapter(folder, base_name, base):

@@ -20,6 +20,7 @@ import platform
 import re
 import shutil
 import signal
+import statistics
 import threading
 from pathlib import Path
 
@@ -260,6 +261,17 @@ class RunDir:
         self.unsynced.add(figure)
         self.stored[key] = figure
 
+    def evaluation_records(self, questions, texts, rollouts):
+        """One dict a question, for an eval file; the questions are stored."""
+        records = []
+        for question, text, length, finished in zip(questions, texts, rollouts.lengths.tolist(),
+                                                    rollouts.finished.tolist(), strict=True):
+            self.store_question(question)
+            records.append({"question": question.id, "gold": question.label, "choice": extract_choice(text),
+                            "lenient_choice": extract_choice(text, lenient=True), "text": text, "tokens": length,
+                            "truncated": not finished})
+        return records
+
     def tell(self, lines):
         """Prints each of the lines at its first time only."""
         for line in lines:
@@ -316,6 +328,21 @@ def batch_metrics(batch, shaped_rewards, waves):
         "rollout/questions": len(batch.questions), "rollout/waves": waves}
     return metrics | {"rate/tokens_per_second": tokens / batch.sampling_seconds,
                       "memory/peak_gib": peak_memory_gib(rollouts.tokens.device)}
+
+
+def update_metrics(steps, rows, nonfinite, dlogp):
+    """The metrics of each optimiser step of an update -> one dict; None where there was no step.
+
+    Means, of ratio_min and ratio_max the extremes, and under *_first the first step's clip share. `dlogp` is (tokens,).
+    """
+    if not steps:
+        names = ("trainer/loss_mean", "trainer/grad_norm", "trainer/dlogp_mean", "trainer/dlogp_max")
+        return {"train_datums": 0, "trainer/optimizer_steps": 0, "trainer/nonfinite": nonfinite, **dict.fromkeys(names)}
+    pick = {"trainer/ratio_min": min, "trainer/ratio_max": max}
+    metrics = {key: pick.get(key, statistics.fmean)(step[key] for step in steps) for key in steps[0]}
+    first = {f"{key}_first": value for key, value in steps[0].items() if key.endswith("clip_fraction")}
+    return {"train_datums": rows, "trainer/optimizer_steps": len(steps), "trainer/nonfinite": nonfinite, **metrics,
+            **first, "trainer/dlogp_mean": dlogp.mean().item(), "trainer/dlogp_max": dlogp.max().item()}
 
 
 def printable(text):
