@@ -148,7 +148,7 @@ def _read(path, folder, split):
                     raise UserError(f"{file}, column {column}: expected once, found {count} times")
             table = parquet.read([*columns, "answer"])
             table.validate(full=True)  # otherwise bytes that are no UTF-8 raise only when they are looked at
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, pyarrow.ArrowException) as error:  # ValueError: a column's name that is no UTF-8
         raise UserError(f"{file} of {folder} is not a readable parquet file: {_one_line(error)}") from error
     rows = []
     for row in table.to_pylist():

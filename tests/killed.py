@@ -2,11 +2,11 @@
 
     python tests/killed.py KILLS SEED POLICY DATA OUTPUT
 
-Each start is a fork of this process, so that libraries are imported once. It dies by SIGKILL at a moment drawn with SEED:
-before the n-th event of one kind (a draw, a forward pass of the learner, a change of the disk while a checkpoint is
-written, half a line of a log), or after a time. It is then resumed, and killed again, until it has made its 12 steps; a run
-that was finished is compared with an undisturbed one, and another is begun until there were KILLS kills. Prints a JSON
-summary; exit code 1 if any run ended otherwise than the undisturbed one.
+Each start is a fork of this process, so that libraries are imported once. It dies by SIGKILL at a moment drawn with
+SEED: before the n-th event of one kind (a draw, a forward pass of the learner, a change of the disk while a checkpoint
+is written, half a line of a log), or after a time. It is then resumed, and killed again, until it has made its 12
+steps; a run that was finished is compared with an undisturbed one, and another is begun until there were KILLS kills.
+Prints a JSON summary; exit code 1 if any run ended otherwise than the undisturbed one.
 """
 
 import contextlib

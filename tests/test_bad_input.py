@@ -1,4 +1,4 @@
-"""What a user can get wrong: each is one line on stderr and exit code 2, through the command line, without a traceback."""
+"""What a user can get wrong: each is one line on stderr and exit code 2, through the command line, no traceback."""
 
 import json
 import shutil
@@ -101,8 +101,8 @@ MODELS = {
     "no model at all": (lambda f: [p.unlink() for p in f.iterdir()], "cannot be loaded"),
     "text only": (lambda f: edit(f / "config.json", model_type="qwen3"),
                   "is a qwen3 model; supported are the vision-language families qwen3_5"),
-    "its text half": (lambda f: edit(f / "config.json", model_type="qwen3_5_text"), "supported are the vision-language"),
-    "another kind": (lambda f: edit(f / "config.json", model_type="llava"), "supported are the vision-language families"),
+    "its text half": (lambda f: edit(f / "config.json", model_type="qwen3_5_text"), "supported are the vision-"),
+    "another kind": (lambda f: edit(f / "config.json", model_type="llava"), "supported are the vision-language"),
     "no kind": (lambda f: (f / "config.json").write_text("{}"), "cannot be loaded"),
     "not even a table": (lambda f: (f / "config.json").write_text("[]"), "cannot be loaded"),
     "not JSON": (lambda f: (f / "config.json").write_text("{"), "cannot be loaded"),

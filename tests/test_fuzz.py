@@ -34,8 +34,9 @@ def fuzz(examples):
                                    ids=["quick", "thorough"])
 
 
-FRAGMENTS = [r"\boxed", r"\boxed{", "{", "}", "｛", "｝", "(", ")", "（", "）", "【", "】", "[", "]", " ", "\n", "\t", "\u3000", "~",
-             "A", "b", "C", "d", "E", "Ａ", "ｄ", "或", "35", "°", "√", ".", "、", "：", ":", "=", "^", "_", "$", r"\text{", r"\textbf",
+FRAGMENTS = [r"\boxed", r"\boxed{", "{", "}", "｛", "｝", "(", ")", "（", "）", "【", "】", "[", "]", " ", "\n", "\t",
+             "\u3000", "~", "A", "b", "C", "d", "E", "Ａ", "ｄ", "或", "35", "°", "√", ".", "、", "：", ":", "=", "^", "_", "$",
+             r"\text{", r"\textbf",
              r"\mathrm{", r"\left", r"\right", r"\,", r"\quad", r"\frac{1}{2}", "\\", "答案", "\x00", "\U0001d400"]
 INSIDE = st.tuples(st.sampled_from(FRAGMENTS), st.sampled_from([*"ABCDabcdＡ"]), st.sampled_from(FRAGMENTS)).map("".join)
 BOX = st.one_of(st.sampled_from([*"ABCDacE"]), INSIDE).map(lambda inside: rf"\boxed{{{inside}}}")

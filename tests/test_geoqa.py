@@ -238,6 +238,15 @@ def test_text_that_is_not_utf8(tmp_path):
         load_geoqa(str(tmp_path), "test")
 
 
+def test_a_column_name_that_is_not_utf8(tmp_path):
+    write(tmp_path / "test.parquet", [make_row(1)])
+    data = (tmp_path / "test.parquet").read_bytes()
+    assert b"subject" in data
+    (tmp_path / "test.parquet").write_bytes(data.replace(b"subject", b"subj\x80ct"))
+    with pytest.raises(UserError, match="test.parquet"):
+        load_geoqa(str(tmp_path), "test")
+
+
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"id,image\n1,2\n" * 50, "half"])
 def test_an_unreadable_file_is_named(tmp_path, content):
     write(tmp_path / "data" / "a.parquet", [make_row(1)])

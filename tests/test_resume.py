@@ -1,4 +1,4 @@
-"""Runs that stop and go on: resuming bit for bit, checkpoints, interrupts, the lock, full disks, numbers that go wrong."""
+"""Runs that stop and go on: resuming bit for bit, checkpoints, interrupts, the lock, full disks, broken numbers."""
 
 import dataclasses
 import json
@@ -284,7 +284,8 @@ def when(monkeypatch, name, count, act):
 
 
 @pytest.mark.parametrize("phase, count, number, code", [
-    ("draw", 21, signal.SIGTERM, 143), ("completion_logprobs", 6, signal.SIGINT, 130), ("compare", 1, signal.SIGINT, 130)])
+    ("draw", 21, signal.SIGTERM, 143), ("completion_logprobs", 6, signal.SIGINT, 130),
+    ("compare", 1, signal.SIGINT, 130)])
 def test_a_signal_leaves_the_last_complete_step(given, tmp_path, undisturbed, monkeypatch, capsys, phase, count, number,
                                                 code):
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
@@ -405,7 +406,8 @@ LOCK = "import sys, time; import checkpoints; from pathlib import Path\n" \
 
 def test_a_run_in_use_is_left_alone_until_its_process_dies(undisturbed, tmp_path, capsys):
     run = shutil.copytree(undisturbed, tmp_path / "run")
-    holder = subprocess.Popen([sys.executable, "-c", LOCK, str(run)], cwd=TESTS.parent, stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen([sys.executable, "-c", LOCK, str(run)], cwd=TESTS.parent, stdout=subprocess.PIPE,
+                              text=True)
     assert holder.stdout.readline() == "locked\n"
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert command(["--resume", str(run)]) == 2
