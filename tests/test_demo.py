@@ -93,10 +93,9 @@ def test_the_demo_takes_the_flags_of_grpo(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_demo_learns_to_look(tmp_path, data, seed):
+def test_the_demo_learns_to_look(tmp_path, data):
     """The acceptance numbers, and that the trained policy falls to chance where the figure is blank."""
-    config = demo.DemoConfig(output_dir=str(tmp_path), dataset=str(data), seed=seed, experiment_name="run")
+    config = demo.DemoConfig(output_dir=str(tmp_path), dataset=str(data), seed=0, experiment_name="run")
     path = demo.run(config)
     results = json.loads((path / "results.json").read_text())
     before, after = results["before"], results["after"]

@@ -56,7 +56,8 @@ def undisturbed(folders, data, tmp_path_factory):
 
 
 @pytest.mark.parametrize("extra", [
-    {}, {"algorithm": "dapo", "learning_rate": 1e-2}, {"minibatches": 2, "updates_per_rollout": 2, "kl_coef": 0.1}])
+    {}, pytest.param({"algorithm": "dapo", "learning_rate": 1e-2}, marks=pytest.mark.slow),
+    pytest.param({"minibatches": 2, "updates_per_rollout": 2, "kl_coef": 0.1}, marks=pytest.mark.slow)])
 def test_six_steps_are_three_and_three(given, tmp_path, extra):
     assert command(given(experiment_name="whole", **extra)) == 0
     assert command(given(steps=3, save_every=1, keep_checkpoints=2, **extra)) == 0
@@ -343,6 +344,7 @@ def test_a_signal_before_the_first_step(given, tmp_path, undisturbed, monkeypatc
     assert result(tmp_path / "run", 6) == result(undisturbed, 6)
 
 
+@pytest.mark.slow
 def test_a_second_signal_stops_at_once(folders, data, tmp_path, undisturbed):
     """The first one waits for the end of a step that never ends."""
     code = ("import os, signal, sys, time; import grpo, runs; runs.install_reward()\n"
@@ -452,7 +454,8 @@ def small_disk(tmp_path):
         subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("checkpoints_that_fit", [1.2, 1.95, 2.03, 2.6])
+@pytest.mark.parametrize("checkpoints_that_fit", [
+    1.2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1.95, 2.03, 2.6))])
 def test_a_full_disk_leaves_the_last_checkpoint(given, undisturbed, small_disk, capsys, checkpoints_that_fit):
     size = sum(path.stat().st_size for path in (undisturbed / "step-6").iterdir())
     disk = small_disk(int(size * checkpoints_that_fit / 1024) + 60)
@@ -468,6 +471,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(given, undisturbed, small_disk, 
     assert result(disk / "run", 6) == result(undisturbed, 6)
 
 
+@pytest.mark.slow
 def test_a_file_size_limit_leaves_the_last_checkpoint(folders, data, tmp_path, undisturbed):
     """The log of rollouts outgrows the limit, in the middle of a line."""
     pytest.importorskip("resource", reason="no such limits on this system")
