@@ -212,6 +212,7 @@ def save_checkpoint(folder, model, optimizer, state):
     shutil.rmtree(draft, ignore_errors=True)
     try:
         model.save_pretrained(draft, save_embedding_layers=False)
+        (draft / "README.md").unlink(missing_ok=True)  # PEFT's empty form, with this machine's folders in it
         save_file(optimizer_tensors(model, optimizer), draft / "optimizer.safetensors")
         state = state | {"sha256": {name: file_digest(draft / name) for name in CHECKED}}
         text = json.dumps(state | {"seal": seal(state)}, ensure_ascii=False)

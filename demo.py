@@ -106,12 +106,16 @@ def draw_rows(count, seed):
 
 def write_dataset(folder):
     """Writes train.parquet (512 rows) and test.parquet (100 other figures), where they are not there yet."""
-    from datasets import Dataset, Features, List, Value
+    from datasets import Dataset, Features, List, Value, disable_progress_bars
     from datasets import Image as ImageColumn
 
     columns = Features({"id": Value("int64"), "image": ImageColumn(), "subject": Value("string"),
                         "choices": List(Value("string")), "label": Value("int64"), "answer": Value("string")})
-    folder.mkdir(parents=True, exist_ok=True)
+    disable_progress_bars()  # they would flash for a tenth of a second
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"the demo's figures cannot be written to {folder}: {error.strerror}") from error
     # The seeds are constants: --seed changes the training, never the figures, so that runs can be compared.
     for split, count, seed in (("train", 512, 1), ("test", 100, 2)):
         path = folder / f"{split}.parquet"

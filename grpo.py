@@ -109,7 +109,7 @@ class Config:
     resume: str = flag("", "run folder to continue as if it had never stopped; its settings are taken from there")
     save_every: int = flag(25, "steps between checkpoints; 0: only the last")
     keep_checkpoints: int = flag(0, "newest checkpoints to keep; 0: all")
-    on_nonfinite: Literal["stop", "skip"] = flag("stop", "an update with NaN or infinite numbers: stop, or leave it out")
+    on_nonfinite: Literal["stop", "skip"] = flag("stop", "an update with NaN or infinity: stop, or leave it out")
     show_samples: bool = flag(False, "print one group of completions each step")
     experiment_name: str = flag("", "name of the run's folder; empty: the policy's name and a number")
     output_dir: str = flag("runs", "folder of the run folders")
@@ -280,7 +280,7 @@ def finished_check_interval(device):
 
 
 def next_position(positions):
-    """(3, B, P) -> (B,) position of a completion's first token: not the length, a figure takes fewer than its tokens."""
+    """(3, B, P) -> (B,) position of a completion's first token: not the length, figures take fewer than tokens."""
     return positions[:, :, -1].amax(0) + 1
 
 
@@ -496,8 +496,8 @@ def accumulate_gradients(policy, prompts, rollouts, advantages, rows, config, ba
 def update(policy, optimizer, prompts, rollouts, advantages, rows, config, base_logprobs=None):
     """Learns from the rollouts `rows`: `updates_per_rollout` passes, each over shuffled minibatches. Gives metrics.
 
-    Means over the optimiser steps (of ratio_min and ratio_max the extremes), but for dlogp and *_first, which are of the
-    first: only there is the learner still the policy that sampled, so that what differs is rounding alone. Loss,
+    Means over the optimiser steps (of ratio_min and ratio_max the extremes), but for dlogp and *_first, which are of
+    the first: only there is the learner still the policy that sampled, so that what differs is rounding alone. Loss,
     gradients and log-probabilities are checked before the optimiser is touched: NonFinite is raised, or with
     `--on-nonfinite skip` the minibatch left out and counted.
     """
@@ -703,10 +703,15 @@ def prepare(config, with_train):
                                     revision=config.dataset_revision)
     policy = load_policy(config)
     teacher = load_teacher(policy, config) if with_train else None
+    context = policy.base.config.text_config.max_position_embeddings
+    if config.max_tokens >= context:
+        raise UserError(f"--max-tokens {config.max_tokens} exceeds the model's context of {context}")
     config.lora_rank = policy.model.peft_config["default"].r  # with --adapter it is the adapter's
     run = RunDir(path, config, policy.revision, (train_questions or test_questions).revision)
     for questions in (train_questions, test_questions):
         run.tell(questions.notes if questions else [])
+    if with_train and config.batch_size > len(train_questions):
+        run.tell([f"{len(train_questions)} training questions are fewer than --batch-size: a step repeats some"])
     return run, policy, teacher, train_questions, test_questions
 
 

@@ -141,8 +141,11 @@ def pick_device(name):
         device = torch.device("cuda" if name == "auto" else name)
     except RuntimeError as error:
         raise UserError(f"--device {name} is none of auto, cuda, cuda:N, cpu") from error
+    if device.type not in ("cuda", "cpu"):
+        raise UserError(f"--device {name} is none of auto, cuda, cuda:N, cpu")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError("no CUDA GPU here: run `python demo.py` to see it learn on a CPU, or add `--device cpu`")
+        raise UserError("no CUDA GPU here: run `python demo.py` to see it learn on a CPU, or add `--device cpu` and a "
+                        "small --base-model")
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
         if device.index >= torch.cuda.device_count():

@@ -58,6 +58,9 @@ def free_run_path(config):
         lock_folder(Path(config.resume)).close()  # told before gigabytes are loaded
         return Path(config.resume)
     root = Path(config.output_dir)
+    there = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise UserError(f"--output-dir {root} cannot hold runs: {there} is not a folder that can be written to")
     if not config.experiment_name:
         stem = Path(config.base_model).name or "run"
         number = 1
@@ -83,17 +86,22 @@ class RunDir:
     """
 
     def __init__(self, path, config, model_revision, dataset_revision):
-        self.path, self.config = path, config
+        self.config = config
         self.stored, self.told, self.unsynced = {}, set(), set()
         self.progress = 0, 0, None  # step, questions drawn, random state: of the last complete step, replaced as one
         self.saved = 0  # step of the newest checkpoint
         self.touched, self.pending = False, None  # an optimiser step since then; a signal that waits for its end
         try:
-            path.mkdir(parents=True, exist_ok=bool(config.resume))
+            while True:
+                try:
+                    path.mkdir(parents=True, exist_ok=bool(config.resume))
+                    break
+                except FileExistsError:  # another run took the name while this one was loading
+                    path = free_run_path(config)
         except OSError as error:
             raise UserError(f"the run directory {path} cannot be made: {error.strerror}; --output-dir names another "
                             "place") from error
-        self.lock = lock_folder(path)
+        self.path, self.lock = path, lock_folder(path)
         written = dataclasses.asdict(config) | {
             "resolved_model_revision": model_revision, "resolved_dataset_revision": dataset_revision,
             "versions": package_versions()}
@@ -242,7 +250,9 @@ class RunDir:
         self.progress = (step, self.progress[1] + len(batch.questions), random_state(batch.rollouts.tokens.device))
         self.touched = False
         self.tell(batch.prompts.downsized)
-        self.show_step(step, metrics, records[:batch.rewards.shape[1]] if self.config.show_samples else [])
+        self.show_step(step, metrics)
+        if self.config.show_samples:
+            self.show_group(batch.questions[0], records[:batch.rewards.shape[1]])
         if self.pending:
             raise Interrupted(self.pending)
 
@@ -279,8 +289,8 @@ class RunDir:
                 self.told.add(line)
                 tqdm.write(f"note: {printable(line)}")
 
-    def show_step(self, step, metrics, group):
-        """The step's summary line, and the completions of `group` where there are any."""
+    def show_step(self, step, metrics):
+        """The step's summary line."""
         if metrics["trainer/nonfinite"] and not metrics["train_datums"]:
             learned = "no update: numbers that are not finite"
         elif metrics["degenerate_fraction"] == 1.0 and not metrics["train_datums"]:
@@ -296,9 +306,13 @@ class RunDir:
                    f"{metrics['format_rate']:.2f} same {metrics['degenerate_fraction']:.2f} tokens "
                    f"{metrics['rollout/completion_tokens_mean']:.0f} {learned} "
                    f"{metrics['time/sampling'] + metrics['time/learning'] + metrics['time/rest']:.1f} s")
-        for record in group:
-            tqdm.write(f"  question {printable(str(record['question']))} reward {record['reward']:.0f} advantage "
-                       f"{record['advantage']:+.2f} tokens {record['length']}: {printable(record['text'])}")
+
+    def show_group(self, question, records):
+        """A question, its right option, and its completions with reward and advantage."""
+        tqdm.write(printable(f"  question {question.id}, right is {question.label}: {question.subject}"))
+        for record in records:
+            tqdm.write(f"    reward {record['reward']:.0f} advantage {record['advantage']:+.2f} tokens "
+                       f"{record['length']}: {printable(record['text'])}")
 
 
 def rollout_records(batch, advantages):
@@ -443,7 +457,7 @@ def results_table(results):
             else:
                 cells.append(f"{value['value']:.1%} ({value['low']:.1%}-{value['high']:.1%})")
         lines.append(f"{key.replace('_', ' '):22}" + "".join(f"{cell:>24}" for cell in cells))
+    lines.append(f"n = {results[columns[0]]['accuracy']['n']}, 95 % Wilson intervals")
     if results["mcnemar_p"] is not None:
-        lines.append(f"n = {results['before']['accuracy']['n']}, 95 % Wilson intervals; the gain's exact McNemar "
-                     f"p = {results['mcnemar_p']:.2g}")
+        lines[-1] += f"; the gain's exact McNemar p = {results['mcnemar_p']:.2g}"
     return "\n".join(lines)

@@ -26,8 +26,8 @@ def check_config(config, losses):
                  "updates_per_rollout", "max_candidate_multiplier"):
         if getattr(config, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(config, name)}")
-    for name in ("max_samples", "max_image_tokens", "test_size", "save_every", "keep_checkpoints", "max_grad_norm", "learning_rate",
-                 "eval_temperature", "kl_coef", "overlong_cache", "distill_coef"):
+    for name in ("max_samples", "max_image_tokens", "test_size", "save_every", "keep_checkpoints", "max_grad_norm",
+                 "learning_rate", "eval_temperature", "kl_coef", "overlong_cache", "distill_coef", "seed"):
         if not 0 <= getattr(config, name) < math.inf:
             raise UserError(f"--{name.replace('_', '-')} must be 0 or more, not {getattr(config, name)}")
     for name in ("clip_low", "clip_high"):
@@ -37,6 +37,8 @@ def check_config(config, losses):
         raise UserError(f"--adapter {config.adapter}: no adapter_model.safetensors there")
     if not 0 < config.top_p <= 1:
         raise UserError(f"--top-p must be above 0 and at most 1, not {config.top_p}")
+    if config.eval_only and not config.evaluate:
+        raise UserError("--eval-only and --no-evaluate leave nothing to do")
     if not config.eval_only:
         if config.group_size < 2:
             raise UserError(f"--group-size must be at least 2, not {config.group_size}: the advantage compares a "
@@ -47,7 +49,8 @@ def check_config(config, losses):
         if config.top_p < 1:
             raise UserError("--top-p below 1 is for --eval-only: training needs the probabilities of the full softmax")
     if config.loss_fn not in losses:
-        raise UserError(f"--loss-fn {config.loss_fn} is none of {', '.join(losses)}")
+        raise UserError(f"--loss-fn {config.loss_fn} is none of {', '.join(losses)}; a loss of your own is known to "
+                        "the program that adds it")
     for bound in ("low", "high"):
         if getattr(config, f"clip_{bound}") is not None and bound not in inspect.signature(
                 losses[config.loss_fn]).parameters:
@@ -92,6 +95,10 @@ def with_preset(config):
     return dataclasses.replace(config, **changes)
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """The program's description as it is written, and the default of each flag."""
+
+
 class OneLineParser(transformers.HfArgumentParser):
     """The dataclass is the command line. A wrong flag is one line and exit code 2."""
 
@@ -103,10 +110,10 @@ class OneLineParser(transformers.HfArgumentParser):
 def run_command_line(config_class, action, argv=None):
     """Parses the flags into `config_class` and calls `action(config)`; a UserError becomes one line and exit code 2."""
     parser = OneLineParser(config_class, allow_abbrev=False, description=sys.modules[config_class.__module__].__doc__,
-                           formatter_class=argparse.RawDescriptionHelpFormatter)
+                           formatter_class=HelpFormatter)
     config, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True, look_for_args_file=False)
     if unknown:
-        parser.error(f"unknown flag {unknown[0]}")
+        parser.error(f"unknown {'flag' if unknown[0].startswith('-') else 'word'} {unknown[0]}")
     try:
         action(resumed_config(config, given_flags(parser, config, argv)) if config.resume else config)
     except UserError as error:

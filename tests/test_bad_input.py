@@ -42,7 +42,7 @@ def refused(folders, data, tmp_path, capsys):
 @pytest.mark.parametrize("arguments, message", [
     (["--stepz", "3"], "unknown flag --stepz"),
     (["--learning", "3"], "unknown flag --learning"),
-    (["surplus"], "unknown flag surplus"),
+    (["surplus"], "unknown word surplus"),
     (["--steps"], "expected one argument"),
     (["--steps", "1.5"], "invalid int value: '1.5'"),
     (["--steps", "-1"], "--steps must be at least 1"),
@@ -67,7 +67,7 @@ def refused(folders, data, tmp_path, capsys):
     (["--resume", "nowhere", "--eval-only"], "no run directory"),
     (["--on-nonfinite", "panic"], "invalid choice: 'panic'"),
     (["--keep-checkpoints", "-1"], "--keep-checkpoints must be 0 or more"),
-    (["--seed", "-1"], "seed -1"),
+    (["--seed", "-1"], "--seed must be 0 or more, not -1"),
     (["--experiment-name", "../up"], "names a folder"),
     (["--experiment-name", "a\x1bb"], r"'a\x1bb'"),
     (["--device", "gpu"], "--device gpu is none of"),

@@ -92,7 +92,7 @@ def test_command_on_real_figures(folders, geolaux, tmp_path):
         assert set(results["after"][name]) == {"value", "count", "n", "low", "high"}
     assert results["before"]["mean_tokens"] > 0
     assert "the test split has 15 rows, fewer than the 100" in done.stdout
-    assert "step   2/2" in done.stdout and "accuracy" in done.stdout and "  question" in done.stdout
+    assert "step   2/2" in done.stdout and "accuracy" in done.stdout and "  question" in done.stdout and "right is" in done.stdout
 
 
 def test_same_seed_same_metrics(config, easy_reward):
@@ -121,6 +121,17 @@ def test_run_names_count_up_and_never_overwrite(config):
     config.experiment_name = first.name
     with pytest.raises(UserError, match="exists already"):
         grpo.train(config)
+
+
+def test_a_name_taken_while_the_policy_loads_is_not_used(config, monkeypatch):
+    config.steps, config.evaluate, load = 1, False, grpo.load_policy
+
+    def slow_load(config):
+        rundir.free_run_path(config).mkdir(parents=True)  # by another run, started at the same time
+        return load(config)
+
+    monkeypatch.setattr(grpo, "load_policy", slow_load)
+    assert grpo.train(config).name.endswith("-2")
 
 
 @pytest.mark.parametrize("name", ["../up", "/tmp/x", "a/b", "..", ".", "a b"])
