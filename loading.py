@@ -107,6 +107,9 @@ def check_adapter(folder, base_name, base):
         raise UserError(f"--adapter {folder}: adapter_config.json is damaged: {describe(error)}") from error
     if kind != "LORA" or others:
         raise UserError(f"--adapter {folder} is no plain LoRA adapter, peft_type is {kind}")
+    if config.get("lora_dropout"):
+        raise UserError(f"--adapter {folder} was trained with dropout, which would make the learner another policy "
+                        "than the sampler: set lora_dropout to 0 in its adapter_config.json")
     if made_for_class != type(base).__name__:
         raise UserError(f"--adapter {folder} was made for a {made_for_class}; {base_name} is a {type(base).__name__}")
     on_hub = [name.count("/") == 1 and not Path(name).exists() for name in (made_for, base_name)]

@@ -92,7 +92,7 @@ def test_command_on_real_figures(folders, geolaux, tmp_path):
         assert set(results["after"][name]) == {"value", "count", "n", "low", "high"}
     assert results["before"]["mean_tokens"] > 0
     assert "the test split has 15 rows, fewer than the 100" in done.stdout
-    assert "step   2/2" in done.stdout and "accuracy" in done.stdout and "  question" in done.stdout and "right is" in done.stdout
+    assert all(text in done.stdout for text in ("step   2/2", "accuracy", "  question", "right is"))
 
 
 def test_same_seed_same_metrics(config, easy_reward):
@@ -279,6 +279,10 @@ def test_adapters_that_do_not_fit(folders, load, tmp_path):
     with pytest.raises(UserError, match="was made for a Qwen3VLForConditionalGeneration"):
         grpo.load_policy(config)
     load().model.save_pretrained(tmp_path)
+    load().model.save_pretrained(tmp_path / "dropout")
+    edit(tmp_path / "dropout" / "adapter_config.json", lora_dropout=0.1)
+    with pytest.raises(UserError, match="trained with dropout"):
+        grpo.load_policy(grpo.Config(base_model=str(folders()), device="cpu", adapter=str(tmp_path / "dropout")))
     (tmp_path / "adapter_model.safetensors").write_bytes(b"torn")
     with pytest.raises(UserError, match="cannot be put on"):
         grpo.load_policy(config)
