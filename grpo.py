@@ -10,7 +10,8 @@ Where this differs from the paper, and why:
  1. The advantage is reward - mean. The paper also divides by the group's standard deviation (`--normalize-std`); the
     experiment reproduced here does not, and dividing weighs nearly solved and nearly hopeless questions up.
  2. By default one update a batch, so no clipping: the loss is -ratio * advantage with ratio = exp(logp - old_logp),
-    which is 1 up to rounding. `old_logp` is what the sampler gave the token when it drew it. For clipping: `--loss-fn ppo`.
+    which is 1 up to rounding. `old_logp` is what the sampler gave the token when it drew it. With clipping:
+    `--loss-fn ppo --updates-per-rollout 2`.
  3. No KL term to a reference model, as in the experiment reproduced here (`--kl-coef` adds one).
  4. The mean runs over all completion tokens of the step. The paper takes it within each row first, which makes a token
     of a long wrong answer count less than one of a short wrong answer.
