@@ -31,7 +31,7 @@ def folders(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def load(folders):
     """Loads a fresh tiny policy through load_policy, the adapter's B matrices random instead of 0 if asked."""
 

@@ -123,7 +123,7 @@ def test_reductions():
         assert ((weights * loss)[mask].sum() - value).abs() < 1e-12 and (weights[~mask] == 0).all()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")  # no test changes it
 def moved(load):
     """A policy, and uneven rollouts from which it has moved away: ratios are not 1."""
     policy = load(adapter=True)

@@ -71,6 +71,7 @@ def test_six_steps_are_three_and_three(given, tmp_path, extra):
         assert any(row["rollout/waves"] > 1 for row in whole[0]), "no second wave was drawn"
 
 
+@pytest.mark.slow
 def test_a_run_without_a_checkpoint_starts_again(given, tmp_path, undisturbed, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(rundir.RunDir, "checkpoint", lambda run: None)
@@ -335,6 +336,7 @@ def test_a_signal_between_two_updates_of_a_step_waits_for_its_end(given, tmp_pat
     assert result(tmp_path / "run", 6) == result(tmp_path / "whole", 6)
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_first_step(given, tmp_path, undisturbed, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         when(patch, "draw", 3, lambda: os.kill(os.getpid(), signal.SIGINT))  # while the base is evaluated
@@ -534,7 +536,8 @@ def poison(monkeypatch, kind, count):
     monkeypatch.setattr(grpo, name, spoiled)
 
 
-@pytest.mark.parametrize("kind", ["learner", "certain", "sampler", "gradient"])
+@pytest.mark.parametrize("kind", ["learner", "gradient", *(pytest.param(kind, marks=pytest.mark.slow)
+                                                             for kind in ("certain", "sampler"))])
 def test_numbers_that_are_not_finite_stop_before_the_optimiser(given, tmp_path, undisturbed, monkeypatch, capsys, kind):
     with monkeypatch.context() as patch:
         poison(patch, kind, 4 if kind == "sampler" else 6)
