@@ -138,16 +138,16 @@ def moved(load):
 @pytest.mark.parametrize("name, reduction", [(n, r) for n in grpo.LOSS_FNS for r in grpo.LOSS_REDUCTIONS
                                              if n != "gspo" or r == "sequence"])
 def test_micro_batches_change_nothing(moved, name, reduction):
-    one, three, whole = (gradient(*moved, size, loss_fn=name, loss_reduction=reduction) for size in (1, 3, 12))
-    assert whole.norm() > 0 and relative(one, whole) <= 1e-5 and relative(three, whole) <= 1e-5
+    five, whole = (gradient(*moved, size, loss_fn=name, loss_reduction=reduction) for size in (5, 12))
+    assert whole.norm() > 0 and relative(five, whole) <= 1e-5
 
 
 def test_micro_batches_change_nothing_with_a_kl_term(moved):
     policy, prompts, rollouts, advantages = moved
     with policy.model.disable_adapter():
         base = grpo.frozen_logprobs(policy, prompts, rollouts, grpo.Config())
-    one, whole = (gradient(*moved, size, kl_coef=0.5, base_logprobs=base) for size in (1, 12))
-    assert relative(one, whole) <= 1e-5
+    five, whole = (gradient(*moved, size, kl_coef=0.5, base_logprobs=base) for size in (5, 12))
+    assert relative(five, whole) <= 1e-5
     assert relative(gradient(*moved, 12), whole) > 1e-3, "the KL term has no gradient"
 
 
