@@ -51,7 +51,6 @@ class DemoConfig(grpo.Config):
     steps: int = grpo.flag(80, "training steps, one update each")
     max_tokens: int = grpo.flag(16, "most new tokens of a completion, in training and evaluation")
     learning_rate: float = grpo.flag(1e-3, "AdamW's, constant")
-    micro_batch_size: int = grpo.flag(64, "completions in one forward and backward pass")
     eval_batch_size: int = grpo.flag(100, "questions decoded at once in evaluation")
     make_model: bool = grpo.flag(False, "make demo_model/ anew before training")
 

@@ -22,7 +22,6 @@ Where this differs from the paper, and why:
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import itertools
 import math
@@ -38,6 +37,7 @@ from tqdm import tqdm
 from checkpoints import NonFinite, nonfinite_record
 from geoqa import load_geoqa
 from hub import UserError
+from kv_cache import join_caches
 from loading import add_lora, load_base, pick_device
 from reward import grade
 from rundir import RunDir, batch_metrics, compare, free_run_path, results_table, update_metrics
@@ -45,6 +45,8 @@ from settings import check_config, check_solutions, run_command_line, with_prese
 from vision_tokens import Prompts, encode_figures, encode_prompts, join_prompts, prompt_positions, select_figures
 
 LOGIT_CHUNK = 256  # tokens whose logits exist at once in the learner: 0.25 GB in float32, and a few copies of it
+PREFILL_TOKENS = 4096  # prompt tokens, padding included, that go through the model at once in the sampler
+TOKENS_PER_MICRO_BATCH = 8192  # where no memory plan has set it
 
 
 # ---------------------------------------------------------------------------------------------------------- Config
@@ -98,7 +100,8 @@ class Config:
     device: str = flag("auto", "auto: the CUDA GPU; or cuda, cuda:1, cpu")
     quantization: Literal["auto", "nf4", "none"] = flag("auto", "4-bit base; auto: nf4 on CUDA, none on a CPU")
     activation_checkpointing: Literal["auto", "on", "off"] = flag("auto", "recompute layers; auto: on CUDA only")
-    micro_batch_size: int = flag(4, "completions in one forward and backward pass")
+    tokens_per_micro_batch: int = flag(0, "tokens in one forward and backward pass of the learner; 0: what fits")
+    rollouts_at_once: int = flag(0, "completions drawn at once, the others in further waves; 0: what fits")
 
     evaluate: bool = flag(True, "evaluate before and after training")
     eval_only: bool = flag(False, "evaluate, train nothing")
@@ -196,53 +199,68 @@ def join_rollouts(waves):
 
 
 @torch.no_grad()
-def sample(policy, prompts, group_size, max_tokens, temperature=1.0, top_p=1.0, progress=None):
+def sample(policy, prompts, group_size, max_tokens, temperature=1.0, top_p=1.0, rollouts_at_once=0, progress=None):
     """Draws `group_size` completions of at most `max_tokens` tokens for each prompt -> Rollouts.
 
     Temperature 0 decodes greedily (logprobs are then those at temperature 1); top_p < 1 draws from the nucleus but
-    still reports logprobs of the full softmax. Both are for evaluation. `progress` is a tqdm bar or None.
+    still reports logprobs of the full softmax. Both are for evaluation. Rows beyond `rollouts_at_once` (0: all fit)
+    are drawn in further waves. `progress` is a tqdm bar or None.
     Raises UserError where prompt and completion together exceed the model's context.
     """
-    if progress is not None:
-        progress.reset(max_tokens)
-    model = policy.base.eval()
+    model, device = policy.base.eval(), policy.device
     context = model.config.text_config.max_position_embeddings
     if prompts.input_ids.shape[1] + max_tokens > context:
         raise UserError(f"a prompt of {prompts.input_ids.shape[1]} tokens and --max-tokens {max_tokens} exceed the "
                         f"model's context of {context}")
     rows = prompts.input_ids.shape[0] * group_size
-    shape, device = (rows, max_tokens), policy.device
+    shape = rows, max_tokens
     rollouts = Rollouts(torch.full(shape, policy.tokenizer.pad_token_id, device=device),
                         torch.zeros(shape, device=device), torch.zeros(shape, device=device),
                         torch.zeros(rows, dtype=torch.long, device=device),
                         torch.zeros(rows, dtype=torch.bool, device=device), temperature)
-    decode = functools.partial(decode_groups, policy=policy, prompts=prompts, rollouts=rollouts, top_p=top_p,
-                               progress=progress)
-    features = encode_figures(model, prompts)
-    model.generate(
-        prompts.input_ids, attention_mask=prompts.attention_mask, position_ids=prompt_positions(model, prompts),
-        mm_encoder_outputs=select_figures(features, range(len(prompts.ids))), custom_generate=decode, do_sample=False,
-        num_beams=1, num_return_sequences=1, max_new_tokens=max_tokens, pad_token_id=policy.tokenizer.pad_token_id)
+    encode_figures(model, prompts)
+    for wave in torch.arange(rows, device=device).split(rollouts_at_once or rows):
+        which, prompt_of_row = (wave // group_size).unique(return_inverse=True)
+        cache, logits = prefill(policy, prompts, which)
+        cache.reorder_cache(prompt_of_row)  # each prompt was prefilled once, and now serves all its rows
+        decode(policy, prompts, rollouts, wave, wave // group_size, cache, logits[prompt_of_row], top_p, progress)
     return rollouts
 
 
-def decode_groups(model, input_ids, policy, prompts, rollouts, top_p, progress, **prepared):
-    """The decode loop, called by `model.generate` with the cache and inputs that it has prepared; fills `rollouts`."""
+def prefill(policy, prompts, which):
+    """Runs the prompts `which` (n,) through the model, a few at a time -> (cache, (n, V) logits of the next token)."""
+    model, parts = policy.base, []
+    for some in which.split(max(1, PREFILL_TOKENS // prompts.input_ids.shape[1])):
+        parts.append(model.generate(
+            prompts.input_ids[some], attention_mask=prompts.attention_mask[some],
+            position_ids=prompt_positions(model, prompts)[:, some],
+            mm_encoder_outputs=select_figures(prompts.features, some.tolist()), custom_generate=first_forward,
+            do_sample=False, num_beams=1, num_return_sequences=1, max_new_tokens=1,
+            pad_token_id=policy.tokenizer.pad_token_id))
+    return join_caches([cache for cache, _ in parts]), torch.cat([logits for _, logits in parts])
+
+
+def first_forward(model, input_ids, **prepared):
+    """Called by `model.generate` with the cache and inputs that it has prepared -> (cache, (n, V) logits)."""
     for unused in ("logits_processor", "stopping_criteria", "generation_config"):
         prepared.pop(unused)  # top-k 20 and top-p 0.95 of the model's folder among them: they would skew logprobs
     outputs = model(**model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **prepared))
-    cache, device = outputs.cache, input_ids.device
-    prompt_width, (total, max_tokens) = input_ids.shape[1], rollouts.tokens.shape
+    return outputs.cache, outputs.logits[:, -1]
 
-    # Each prompt was prefilled once; its cache, last logits, mask and position now serve G rows.
-    expand = torch.arange(len(input_ids), device=device).repeat_interleave(total // len(input_ids))
-    cache.reorder_cache(expand)
-    logits = outputs.logits[expand, -1]  # (rows, V)
-    attention_mask = F.pad(prompts.attention_mask[expand].bool(), (0, max_tokens), value=True)  # (rows, P + T)
-    position = next_position(prompt_positions(model, prompts))[expand]  # (rows,)
-    row = torch.arange(total, device=device)  # which rollout a live row writes to
+
+def decode(policy, prompts, rollouts, row, which, cache, logits, top_p, progress):
+    """Draws the rollouts `row` (n,), whose prompts are `which` (n,), token by token, and writes them to `rollouts`.
+
+    `cache` holds the n prompts and `logits` (n, V) what follows them.
+    """
+    model, max_tokens, device = policy.base, rollouts.tokens.shape[1], row.device
+    prompt_width, total = prompts.input_ids.shape[1], len(row)
+    attention_mask = F.pad(prompts.attention_mask[which].bool(), (0, max_tokens), value=True)  # (n, P + T)
+    position = next_position(prompt_positions(model, prompts))[which]  # (n,)
     alive = torch.ones(total, dtype=torch.bool, device=device)
     check_every = finished_check_interval(device)
+    if progress is not None:
+        progress.reset(max_tokens)
 
     for t in range(max_tokens):
         logprobs = allowed_logprobs(logits, policy.forbidden_ids, rollouts.temperature)  # (rows, V)
@@ -465,8 +483,28 @@ def token_logprobs(head, hidden, tokens, forbidden_ids, temperature):
 def frozen_logprobs(policy, prompts, rollouts, config):
     """(B*G, T) log-probabilities of all rollouts, without gradients: of a teacher, or of the base for the KL term."""
     policy.base.eval()
-    rows = torch.arange(len(rollouts.tokens), device=policy.device).split(config.micro_batch_size)
-    return torch.cat([completion_logprobs(policy, prompts, rollouts, micro) for micro in rows])
+    found = torch.zeros_like(rollouts.logprobs)
+    for micro in micro_batches(prompts, rollouts, torch.arange(len(found), device=policy.device), config):
+        found[micro] = completion_logprobs(policy, prompts, rollouts, micro)
+    return found
+
+
+def micro_batches(prompts, rollouts, rows, config):
+    """Cuts `rows` (n,) into micro-batches of at most `tokens_per_micro_batch` tokens, padding included, at least a row.
+
+    Rows of like length come together: they waste little padding.
+    """
+    budget, batches = config.tokens_per_micro_batch or TOKENS_PER_MICRO_BATCH, []
+    group_size = len(rollouts.tokens) // len(prompts.ids)
+    prompt_lengths, lengths = prompts.attention_mask.sum(-1).tolist(), rollouts.lengths.tolist()
+    for row in sorted(rows.tolist(), key=lambda row: lengths[row]):
+        together = [*batches[-1], row] if batches else [row]
+        width = max(prompt_lengths[r // group_size] for r in together) + lengths[row]
+        if batches and len(together) * width <= budget:
+            batches[-1] = together
+        else:
+            batches.append([row])
+    return [torch.tensor(batch, device=rows.device) for batch in batches]
 
 
 def accumulate_gradients(policy, prompts, rollouts, advantages, rows, config, base_logprobs=None):
@@ -476,11 +514,10 @@ def accumulate_gradients(policy, prompts, rollouts, advantages, rows, config, ba
     micro-batches, so the way rows are cut into them changes nothing.
     """
     policy.base.train()  # activation checkpointing works in training mode only; nothing here has dropout
-    rows = rows[rollouts.lengths[rows].argsort(stable=True)]  # rows of like length waste little padding
     weights = torch.zeros_like(rollouts.logprobs)
     weights[rows] = LOSS_REDUCTIONS[loss_reduction(config)](rollouts.mask[rows], rollouts.tokens.shape[1])
     found, total = torch.zeros_like(rollouts.logprobs), 0.0
-    for micro in rows.split(config.micro_batch_size):
+    for micro in micro_batches(prompts, rollouts, rows, config):
         mask = rollouts.mask[micro]
         logprobs = completion_logprobs(policy, prompts, rollouts, micro)
         per_token = LOSS_FNS[config.loss_fn](logprobs, rollouts.logprobs[micro], advantages[micro], mask,
@@ -552,7 +589,7 @@ def draw_batch(policy, questions, config, progress=None):
     prompts = encode_prompts(policy.tokenizer, policy.image_processor, questions, config.max_image_tokens)
     started = time.perf_counter()
     rollouts = sample(policy, prompts.to(policy.device), config.group_size, config.max_tokens, config.temperature,
-                      progress=progress)
+                      rollouts_at_once=config.rollouts_at_once, progress=progress)
     texts = completion_texts(policy, rollouts)
     seconds = time.perf_counter() - started
     labels = [question.label for question in questions for _ in range(config.group_size)]
@@ -729,7 +766,7 @@ def evaluate_policy(policy, questions, config, run, name):
             run.tell(prompts.downsized)
             with sampling_bar(config) as progress:
                 rollouts = sample(policy, prompts.to(policy.device), 1, config.max_tokens, config.eval_temperature,
-                                  config.top_p, progress)
+                                  config.top_p, config.rollouts_at_once, progress)
             records += run.evaluation_records(batch, completion_texts(policy, rollouts), rollouts)
             bar.update(len(batch))
     run.write_json(f"eval-{name}.json", records)

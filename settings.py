@@ -22,11 +22,11 @@ def check_config(config, losses):
     if Version(transformers.__version__) < Version("5.24"):
         raise UserError(f"transformers {transformers.__version__} is too old, 5.24 is needed: older ones give wrong "
                         "numbers for padded batches without any error; pip install -U -r requirements.txt")
-    for name in ("batch_size", "max_tokens", "lora_rank", "micro_batch_size", "eval_batch_size", "steps", "minibatches",
+    for name in ("batch_size", "max_tokens", "lora_rank", "eval_batch_size", "steps", "minibatches",
                  "updates_per_rollout", "max_candidate_multiplier"):
         if getattr(config, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(config, name)}")
-    for name in ("max_samples", "max_image_tokens", "test_size", "save_every", "keep_checkpoints", "max_grad_norm",
+    for name in ("max_samples", "tokens_per_micro_batch", "rollouts_at_once", "max_image_tokens", "test_size", "save_every", "keep_checkpoints", "max_grad_norm",
                  "learning_rate", "eval_temperature", "kl_coef", "overlong_cache", "distill_coef", "seed"):
         if not 0 <= getattr(config, name) < math.inf:
             raise UserError(f"--{name.replace('_', '-')} must be 0 or more, not {getattr(config, name)}")
@@ -120,8 +120,8 @@ def run_command_line(config_class, action, argv=None):
         print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)
     except torch.OutOfMemoryError:
-        print("error: out of GPU memory: lower --micro-batch-size (learning), --batch-size or --max-tokens (sampling), "
-              "--eval-batch-size (evaluation)", file=sys.stderr)
+        print("error: out of GPU memory: lower --tokens-per-micro-batch (learning) or --rollouts-at-once (sampling, "
+              "evaluation)", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt as stop:
         print("interrupted", file=sys.stderr)

@@ -9,8 +9,10 @@ import pytest
 import torch
 from batches import prompts_of, questions, uneven_rollouts
 from conftest import FAMILIES
+from transformers.cache_utils import DynamicLayer
 
 import grpo
+import kv_cache
 import vision_tokens
 
 
@@ -82,6 +84,51 @@ def test_a_forbidden_pad_token_leaves_no_nan(load, monkeypatch):
     assert rollouts.logprobs.isfinite().all()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_waves_and_prefill_in_chunks_change_no_token(load, monkeypatch, family):
+    """The naive twin: all rows at once, one prefill, a cache that is copied for each token."""
+    policy = load(family, adapter=True)
+    prompts = prompts_of(policy, questions())
+    policy.stop_ids = torch.tensor([-1])
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_cache, "GrowingLayer", plain_layer)
+        whole = grpo.sample(policy, prompts, 2, 60, temperature=0)
+    policy.stop_ids = whole.tokens[0, 30:31]
+    monkeypatch.setattr(grpo, "PREFILL_TOKENS", 2 * prompts.input_ids.shape[1])  # two prompts, then one
+    monkeypatch.setattr(kv_cache, "BLOCK", 7)
+    for at_once in (0, 4, 3, 1):  # 3: a group is cut in two
+        waves = grpo.sample(policy, prompts, 2, 60, temperature=0, rollouts_at_once=at_once)
+        assert waves.lengths.min() <= 31, "no row was dropped"
+        for row, length in enumerate(waves.lengths.tolist()):
+            assert torch.equal(waves.tokens[row, :length], whole.tokens[row, :length])
+        assert dlogp(policy, prompts, waves) <= 1e-4
+
+
+def plain_layer(keys, values):
+    layer = DynamicLayer()
+    layer.update(keys, values)
+    return layer
+
+
+def test_growing_cache_holds_what_a_plain_one_holds(monkeypatch):
+    monkeypatch.setattr(kv_cache, "BLOCK", 4)
+    torch.manual_seed(0)
+    states = torch.randn(2, 3, 2, 5, 8)
+    plain, growing = plain_layer(*states), kv_cache.GrowingLayer(*states)
+    allocations = set()
+    for t in range(20):
+        if t in (3, 9):
+            index = torch.tensor([2, 0, 0, 1])[:4 - t // 9]
+            plain.reorder_cache(index), growing.reorder_cache(index)
+        rows = plain.keys.shape[0]
+        new = torch.randn(2, rows, 2, 1 + t % 3, 8)
+        expected, found = plain.update(*new), growing.update(*new)
+        assert all(torch.equal(a, b) for a, b in zip(expected, found))
+        assert growing.get_seq_length() == plain.get_seq_length()
+        allocations.add(growing.keys.data_ptr())
+    assert len(allocations) < 16, "copied for each token"
+
+
 def test_swapping_two_figures_changes_logprobs(load):
     policy = load()
     batch = questions(sizes=((70, 64),) * 3)
@@ -119,10 +166,10 @@ def test_image_tokens_are_never_drawn(load):
 # 2. Gradients
 
 
-def gradient(policy, prompts, rollouts, advantages, micro_batch_size, base_logprobs=None, **flags):
-    """The gradient of all rows' loss by all adapter weights, as one vector."""
+def gradient(policy, prompts, rollouts, advantages, tokens, base_logprobs=None, **flags):
+    """The gradient of all rows' loss by all adapter weights, as one vector; `tokens` in a micro-batch."""
     grpo.accumulate_gradients(policy, prompts, rollouts, advantages, torch.tensor(all_rows(rollouts)),
-                              grpo.Config(micro_batch_size=micro_batch_size, **flags), base_logprobs)
+                              grpo.Config(tokens_per_micro_batch=tokens, **flags), base_logprobs)
     flat = torch.cat([p.grad.flatten() for p in policy.parameters()])
     for p in policy.parameters():
         p.grad = None
@@ -171,8 +218,12 @@ def test_gradient_is_the_closed_form_for_any_micro_batches(load, temperature):
     # Ratios away from 1, as if the policy had moved since it sampled.
     rollouts.logprobs -= 0.3 * torch.rand(rollouts.logprobs.shape, generator=torch.Generator().manual_seed(0))
     advantages = torch.randn(rollouts.tokens.shape, generator=torch.Generator().manual_seed(1))
-    one, three, whole = (gradient(policy, prompts, rollouts, advantages, size) for size in (1, 3, len(advantages)))
-    assert relative(one, whole) <= 1e-5 and relative(three, whole) <= 1e-5
+    budgets = 1, 600, 10**6
+    cuts = [grpo.micro_batches(prompts, rollouts, torch.arange(12), grpo.Config(tokens_per_micro_batch=budget))
+            for budget in budgets]
+    assert len(cuts[0]) == 12 and 1 < max(len(micro) for micro in cuts[1]) < 12 and len(cuts[2]) == 1
+    one, some, whole = (gradient(policy, prompts, rollouts, advantages, budget) for budget in budgets)
+    assert relative(one, whole) <= 1e-5 and relative(some, whole) <= 1e-5
     assert relative(whole, naive_gradient(policy, prompts, rollouts, advantages)) <= 1e-5
 
 
@@ -185,7 +236,7 @@ def test_checkpointing_and_logit_chunks_change_nothing(load, monkeypatch):
         prompts = prompts_of(policy, questions())
         rollouts = uneven_rollouts(policy, prompts)
         advantages = torch.ones_like(rollouts.logprobs)
-        gradients.append(gradient(policy, prompts, rollouts, advantages, 4))
+        gradients.append(gradient(policy, prompts, rollouts, advantages, 1000))
     assert relative(*gradients) <= 1e-5
 
 
@@ -355,8 +406,8 @@ def test_nf4_gradient_after_a_rollout_is_that_of_the_dequantised_model(load):
             weight = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
             targets[name].weight.data = weight.view_as(targets[name].weight).float()
     advantages = torch.randn(rollouts.tokens.shape, generator=torch.Generator().manual_seed(1))
-    ours = gradient(policy, prompts, rollouts, advantages, 4)
-    assert relative(ours, gradient(plain, prompts_of(plain, questions()), rollouts, advantages, 4)) <= 1e-3
+    ours = gradient(policy, prompts, rollouts, advantages, 1000)
+    assert relative(ours, gradient(plain, prompts_of(plain, questions()), rollouts, advantages, 1000)) <= 1e-3
 
 
 MIXERS = {"linear_attn": ("in_proj_qkv", "in_proj_z", "out_proj"),

@@ -124,8 +124,8 @@ def test_every_other_flag_is_known_to_alter_or_not():
 
 def test_harmless_flags_are_taken(undisturbed, tmp_path, capsys):
     run = shutil.copytree(undisturbed, tmp_path / "run")
-    assert command(["--resume", str(run), "--steps", "8", "--save-every", "4", "--show-samples", "--micro-batch-size",
-                    "3", "--on-nonfinite", "skip", "--keep-checkpoints", "3"]) == 0
+    assert command(["--resume", str(run), "--steps", "8", "--save-every", "4", "--show-samples",
+                    "--tokens-per-micro-batch", "300", "--on-nonfinite", "skip", "--keep-checkpoints", "3"]) == 0
     assert "  question q" in capsys.readouterr().out
     assert [step for step, _ in checkpoints.checkpoint_folders(run)] == [8, 6, 5]
     stored = json.loads((run / "config.json").read_text())
@@ -380,7 +380,7 @@ def test_other_errors_leave_the_last_complete_step_too(given, tmp_path, undistur
         when(patch, "completion_logprobs", 9, out_of_memory)
         assert command(given(save_every=0)) == 2
     printed = capsys.readouterr()
-    assert "--micro-batch-size" in printed.err and f"--resume {tmp_path / 'run'}" in printed.out
+    assert "--tokens-per-micro-batch" in printed.err and f"--resume {tmp_path / 'run'}" in printed.out
     assert len(checkpoints.checkpoint_folders(tmp_path / "run")) == 1
     assert command(["--resume", str(tmp_path / "run")]) == 0
     assert result(tmp_path / "run", 6) == result(undisturbed, 6)

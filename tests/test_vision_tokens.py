@@ -194,9 +194,9 @@ def test_tower_runs_once_for_each_figure(load):
     policy.base.model.visual.register_forward_hook(lambda module, args, kwargs, output: seen.append(kwargs["grid_thw"]),
                                                    with_kwargs=True)
     prompts = prompts_of(policy, questions())
-    rollouts = grpo.sample(policy, prompts, 4, 8)
+    rollouts = grpo.sample(policy, prompts, 4, 8, rollouts_at_once=5)
     grpo.accumulate_gradients(policy, prompts, rollouts, torch.ones_like(rollouts.logprobs), torch.arange(12),
-                              grpo.Config(micro_batch_size=5))
+                              grpo.Config(tokens_per_micro_batch=600))
     assert sum(len(grid) for grid in seen) == 3
 
 
