@@ -38,7 +38,8 @@ from checkpoints import NonFinite, nonfinite_record
 from geoqa import load_geoqa
 from hub import UserError
 from kv_cache import join_caches
-from loading import add_lora, load_base, pick_device
+from loading import add_lora, checkpoints_activations, load_base, pick_device
+from plan import plan_text
 from reward import grade
 from rundir import RunDir, batch_metrics, compare, free_run_path, results_table, update_metrics
 from settings import check_config, check_solutions, run_command_line, with_preset
@@ -110,6 +111,8 @@ class Config:
     eval_batch_size: int = flag(32, "questions decoded at once in evaluation")
     eval_temperature: float = flag(0.0, "softmax temperature of evaluation; 0: greedy")
 
+    plan: bool = flag(False, "print what the setting takes in GPU memory, and do nothing else")
+
     resume: str = flag("", "run folder to continue as if it had never stopped; its settings are taken from there")
     save_every: int = flag(25, "steps between checkpoints; 0: only the last")
     keep_checkpoints: int = flag(0, "newest checkpoints to keep; 0: all")
@@ -152,8 +155,7 @@ def load_policy(config):
     Raises UserError where there is no GPU, no such model, or a model of another kind than loading.SUPPORTED_MODELS.
     """
     policy = load_frozen(config.base_model, config.model_revision, config)
-    device = policy.device
-    if config.activation_checkpointing == "on" or (config.activation_checkpointing == "auto" and device.type == "cuda"):
+    if checkpoints_activations(config.activation_checkpointing, policy.device.type):
         policy.base.activation_checkpointing_enable()
     torch.manual_seed(config.seed)  # the adapter's start
     policy.model = add_lora(policy.base, config.base_model, config.lora_rank, config.adapter)
@@ -263,12 +265,11 @@ def decode(policy, prompts, rollouts, row, which, cache, logits, top_p, progress
         progress.reset(max_tokens)
 
     for t in range(max_tokens):
-        logprobs = allowed_logprobs(logits, policy.forbidden_ids, rollouts.temperature)  # (rows, V)
-        token = draw(logprobs, rollouts.temperature, top_p)  # (rows,)
+        token, logprob, entropy = draw_tokens(logits, policy.forbidden_ids, rollouts.temperature, top_p)  # (n,) each
         token = torch.where(alive, token, policy.tokenizer.pad_token_id)
         rollouts.tokens[row, t] = token
-        rollouts.logprobs[row, t] = torch.where(alive, logprobs.gather(1, token[:, None])[:, 0], 0.0)
-        rollouts.entropies[row, t] = torch.special.entr(logprobs.exp()).sum(-1) * alive
+        rollouts.logprobs[row, t] = logprob * alive
+        rollouts.entropies[row, t] = entropy * alive
         rollouts.lengths[row] += alive
         alive &= ~(token[:, None] == policy.stop_ids).any(1)
         rollouts.finished[row] = ~alive
@@ -307,6 +308,13 @@ def allowed_logprobs(logits, forbidden_ids, temperature):
     """(..., V) logits -> float32 log-softmax at `temperature` (0: at 1) over all but the forbidden tokens."""
     logits = logits.float().index_fill(-1, forbidden_ids, -math.inf)
     return (logits / (temperature or 1.0)).log_softmax(-1)
+
+
+def draw_tokens(logits, forbidden_ids, temperature, top_p):
+    """(n, V) logits -> the tokens drawn (n,), their log-probabilities (n,), and the entropy of what they came from."""
+    logprobs = allowed_logprobs(logits, forbidden_ids, temperature)
+    token = draw(logprobs, temperature, top_p)
+    return token, logprobs.gather(1, token[:, None])[:, 0], torch.special.entr(logprobs.exp()).sum(-1)
 
 
 def draw(logprobs, temperature, top_p):
@@ -790,5 +798,17 @@ def evaluate(config):
     return results
 
 
+MEMORY_FUNCTIONS = token_logprobs, draw_tokens, LOGIT_CHUNK  # what the memory plan runs of this file
+
+
+def main(config):
+    if config.plan:
+        print(plan_text(with_preset(config), MEMORY_FUNCTIONS, PREFILL_TOKENS))
+    elif config.eval_only:
+        evaluate(config)
+    else:
+        train(config)
+
+
 if __name__ == "__main__":
-    run_command_line(Config, lambda config: evaluate(config) if config.eval_only else train(config))
+    run_command_line(Config, main)

@@ -36,8 +36,7 @@ def load_base(name, revision, device, quantization="auto"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
         check_fit(name, config, tokenizer, image_processor)
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        nf4 = quantization == "nf4" or (quantization == "auto" and device.type == "cuda")
+        dtype, nf4 = precision(quantization, device.type)
         model = AutoModelForImageTextToText.from_pretrained(
             folder, dtype=dtype, device_map={"": device}, quantization_config=nf4_config(dtype) if nf4 else None,
             use_safetensors=True, trust_remote_code=False)  # a pickled model can run anything
@@ -46,6 +45,17 @@ def load_base(name, revision, device, quantization="auto"):
     if device.type == "cpu":
         keep_nf4_differentiable(model)
     return model.requires_grad_(False).eval(), tokenizer, image_processor, revision
+
+
+def precision(quantization, device_type):
+    """-> (type that the base computes in, whether its linear layers are 4-bit)."""
+    dtype = torch.bfloat16 if device_type == "cuda" else torch.float32
+    return dtype, quantization == "nf4" or (quantization == "auto" and device_type == "cuda")
+
+
+def checkpoints_activations(flag, device_type):
+    """--activation-checkpointing -> bool. Recomputing saves memory, of which a CPU's machine has enough."""
+    return flag == "on" or (flag == "auto" and device_type != "cpu")
 
 
 def refuse_custom_code(name, folder):
