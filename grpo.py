@@ -25,6 +25,7 @@ import dataclasses
 import inspect
 import itertools
 import math
+import sys
 import time
 from dataclasses import dataclass, field
 from typing import Literal
@@ -38,8 +39,8 @@ from checkpoints import NonFinite, nonfinite_record
 from geoqa import load_geoqa
 from hub import UserError
 from kv_cache import join_caches
-from loading import add_lora, checkpoints_activations, load_base, pick_device
-from plan import plan_text
+from loading import add_lora, checkpoints_activations, kernels_line, load_base, pick_device
+from plan import fit_memory, memory_phase, plan_text
 from reward import grade
 from rundir import RunDir, batch_metrics, compare, free_run_path, results_table, update_metrics
 from settings import check_config, check_solutions, run_command_line, with_preset
@@ -101,6 +102,7 @@ class Config:
     device: str = flag("auto", "auto: the CUDA GPU; or cuda, cuda:1, cpu")
     quantization: Literal["auto", "nf4", "none"] = flag("auto", "4-bit base; auto: nf4 on CUDA, none on a CPU")
     activation_checkpointing: Literal["auto", "on", "off"] = flag("auto", "recompute layers; auto: on CUDA only")
+    fused_kernels: bool = flag(True, "use flash-linear-attention and causal-conv1d on CUDA where they are installed")
     tokens_per_micro_batch: int = flag(0, "tokens in one forward and backward pass of the learner; 0: what fits")
     rollouts_at_once: int = flag(0, "completions drawn at once, the others in further waves; 0: what fits")
 
@@ -159,6 +161,7 @@ def load_policy(config):
         policy.base.activation_checkpointing_enable()
     torch.manual_seed(config.seed)  # the adapter's start
     policy.model = add_lora(policy.base, config.base_model, config.lora_rank, config.adapter)
+    tqdm.write(kernels_line(policy.base, config.fused_kernels))
     return policy
 
 
@@ -200,6 +203,7 @@ def join_rollouts(waves):
     return Rollouts(*(torch.cat([getattr(wave, name) for wave in waves]) for name in names), waves[0].temperature)
 
 
+@memory_phase("sampling", "--rollouts-at-once")
 @torch.no_grad()
 def sample(policy, prompts, group_size, max_tokens, temperature=1.0, top_p=1.0, rollouts_at_once=0, progress=None):
     """Draws `group_size` completions of at most `max_tokens` tokens for each prompt -> Rollouts.
@@ -487,6 +491,7 @@ def token_logprobs(head, hidden, tokens, forbidden_ids, temperature):
     return allowed_logprobs(head(hidden), forbidden_ids, temperature).gather(1, tokens[:, None])[:, 0]
 
 
+@memory_phase("learning", "--tokens-per-micro-batch")
 @torch.no_grad()
 def frozen_logprobs(policy, prompts, rollouts, config):
     """(B*G, T) log-probabilities of all rollouts, without gradients: of a teacher, or of the base for the KL term."""
@@ -515,6 +520,7 @@ def micro_batches(prompts, rollouts, rows, config):
     return [torch.tensor(batch, device=rows.device) for batch in batches]
 
 
+@memory_phase("learning", "--tokens-per-micro-batch")
 def accumulate_gradients(policy, prompts, rollouts, advantages, rows, config, base_logprobs=None):
     """Adds the gradient of the reduced loss over `rows` to the adapter's -> (loss, (B*G, T) log-probabilities found).
 
@@ -753,6 +759,8 @@ def prepare(config, with_train):
     if config.max_tokens >= context:
         raise UserError(f"--max-tokens {config.max_tokens} exceeds the model's context of {context}")
     config.lora_rank = policy.model.peft_config["default"].r  # with --adapter it is the adapter's
+    if policy.device.type == "cuda":
+        fit_memory(sys.modules[__name__], policy, train_questions or test_questions, config)
     run = RunDir(path, config, policy.revision, (train_questions or test_questions).revision)
     for questions in (train_questions, test_questions):
         run.tell(questions.notes if questions else [])
@@ -798,12 +806,9 @@ def evaluate(config):
     return results
 
 
-MEMORY_FUNCTIONS = token_logprobs, draw_tokens, LOGIT_CHUNK  # what the memory plan runs of this file
-
-
 def main(config):
     if config.plan:
-        print(plan_text(with_preset(config), MEMORY_FUNCTIONS, PREFILL_TOKENS))
+        print(plan_text(sys.modules[__name__], with_preset(config)))
     elif config.eval_only:
         evaluate(config)
     else:

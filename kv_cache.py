@@ -61,3 +61,12 @@ def join_caches(caches):
         if type(layer) is DynamicLayer:  # not a layer with a sliding window, which is short anyway
             caches[0].layers[i] = GrowingLayer(layer.keys, layer.values)
     return caches[0]
+
+
+def extend(cache, tokens):
+    """Appends `tokens` tokens of zeros to the attention layers, as if they had been drawn."""
+    for layer in cache.layers:
+        if isinstance(layer, GrowingLayer):
+            rows, heads, length, width = layer.keys.shape
+            for some in torch.arange(tokens).split(BLOCK):
+                layer.update(*layer.keys.new_zeros(2, rows, heads, len(some), width))

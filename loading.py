@@ -1,5 +1,7 @@
 """Models from a folder or the hub: device, 4-bit, the LoRA adapter, and whether the parts fit. Nothing of GRPO."""
 
+import importlib
+import inspect
 import json
 import logging
 import sys
@@ -56,6 +58,44 @@ def precision(quantization, device_type):
 def checkpoints_activations(flag, device_type):
     """--activation-checkpointing -> bool. Recomputing saves memory, of which a CPU's machine has enough."""
     return flag == "on" or (flag == "auto" and device_type != "cpu")
+
+
+def fused_kernels(model, allowed):
+    """Whether the recurrent layers of `model` run flash-linear-attention's kernels; False switches them off for good.
+
+    transformers takes flash-linear-attention and causal-conv1d where they can be imported, on a CPU too, where they
+    cannot run. Each function of theirs stands for a reference in torch, which is put back here.
+    """
+    module = sys.modules[type(model.model.language_model).__module__]
+    names = [name for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn",
+                               "causal_conv1d_update") if hasattr(module, name)]
+    allowed = allowed and model.device.type == "cuda"
+    for name in names:
+        if not allowed:
+            setattr(module, name, inspect.unwrap(getattr(module, name)))
+    return bool(allowed and names and importable("fla"))
+
+
+def kernels_line(model, allowed):
+    """Says which code attention and recurrent layers run, and what to install for faster code."""
+    line = f"attention: {model.config.text_config._attn_implementation}"
+    if "linear_attention" not in (getattr(model.config.text_config, "layer_types", None) or ()):
+        return line
+    if fused_kernels(model, allowed):
+        convolution = "causal-conv1d" if importable("causal_conv1d") else "torch (pip install causal-conv1d)"
+        return f"{line}; gated delta rule: flash-linear-attention; convolution: {convolution}"
+    line += "; gated delta rule: torch reference"
+    if model.device.type != "cuda" or not allowed:
+        return line
+    return f"{line}, correct but slower: pip install flash-linear-attention causal-conv1d"
+
+
+def importable(package):
+    try:
+        importlib.import_module(package)
+    except Exception:  # such packages fail in many ways where they do not fit torch or the GPU
+        return False
+    return True
 
 
 def refuse_custom_code(name, folder):

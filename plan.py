@@ -22,10 +22,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
 
 import kv_cache
+from geoqa import format_question
 from hub import UserError, hub_folder
-from loading import SUPPORTED_MODELS, add_lora, checkpoints_activations, precision, quiet_libraries
+from loading import SUPPORTED_MODELS, add_lora, checkpoints_activations, fused_kernels, precision, quiet_libraries
+from vision_tokens import encode_figures, encode_prompts, vision_token_count
 
 GIB = 2**30
 RESERVE = GIB  # of a card, for what is not a tensor of ours
@@ -74,8 +77,8 @@ class Affine:
     each: float
 
     @classmethod
-    def through(cls, one, two, scale=1):
-        return cls(2 * one - two, (two - one) * scale)
+    def through(cls, one, two):
+        return cls(2 * one - two, two - one)
 
     def __call__(self, n):
         return max(0.0, self.base + self.each * n)
@@ -233,87 +236,97 @@ def delta_rule(skeleton, fused):
 # ----------------------------------------------------------------------------------------------------- The phases
 
 
-def learning(skeleton, rows, prompt, completion, token_logprobs, logit_chunk):
-    """A micro-batch of `rows` completions -> bytes: kept for the backward pass, and beside it the head, the layers."""
-    entered, heads = [], []  # bytes at the start of each layer and of the last norm; the head's peak
+# Rows this short stand for longer ones, which the reference's loop over chunks of 64 tokens would make slow.
+SHORT = 256
+
+
+def learning(skeleton, rows, width):
+    """Forward and backward over `rows` rows of `width` tokens -> bytes: inputs kept by the layers, the rest's peak."""
+    scale, entered = max(1, width / SHORT), []  # bytes at the start of each layer and of the last norm
     with skeleton.mode, Allocations() as memory:
         hooks = [module.register_forward_pre_hook(lambda *_: entered.append(memory.now)) for module in
                  (*skeleton.text.layers, skeleton.text.norm)]
         skeleton.model.train()
-        hidden = skeleton.forward(rows, prompt + completion, use_cache=False)[:, -completion - 1:-1]
+        hidden = skeleton.forward(rows, min(width, SHORT), use_cache=False)
         kept = [after - before for before, after in itertools.pairwise(entered)]
         memory.peak = memory.now
+        hidden.backward(torch.zeros_like(hidden))
+        for hook in hooks:
+            hook.remove()
+    return {"kept": skeleton.whole_model(kept) * scale, "layers": (memory.peak - sum(kept)) * scale}
 
-        def head_done(_):
-            heads.append(memory.peak - sum(kept))
-            memory.peak = memory.now
 
-        hidden.register_hook(head_done)
-        states = hidden.reshape(-1, hidden.shape[-1])  # all tokens count in the worst case
-        chunks = zip(states.split(logit_chunk), torch.zeros(len(states), dtype=torch.long).split(logit_chunk))
-        logprobs = torch.cat([checkpoint(token_logprobs, skeleton.model.get_output_embeddings(), some, targets,
+def head(program, skeleton, tokens):
+    """Log-probabilities of `tokens` tokens and their gradient -> bytes, one chunk's logits among them."""
+    with skeleton.mode, Allocations() as memory:
+        output = skeleton.model.get_output_embeddings()
+        hidden = torch.zeros(1, tokens, output.in_features, dtype=skeleton.dtype, requires_grad=True)
+        states = (hidden * 1).reshape(tokens, -1)
+        chunks = zip(states.split(program.LOGIT_CHUNK),
+                     torch.zeros(tokens, dtype=torch.long).split(program.LOGIT_CHUNK))
+        logprobs = torch.cat([checkpoint(program.token_logprobs, output, some, targets,
                                          torch.zeros(4, dtype=torch.long), 1.0, use_reentrant=False)
                               for some, targets in chunks])
         logprobs.sum().backward()
-        for hook in hooks:
-            hook.remove()
-    return {"kept": skeleton.whole_model(kept), "head": heads[0], "layers": memory.peak - sum(kept)}
+    return memory.peak
 
 
 @torch.no_grad()
-def sampling(skeleton, rows, prompt, completion, draw_tokens):
+def sampling(program, skeleton, rows, prompt, completion):
     """`rows` prompts, one completion each -> bytes: prefill beside its cache, caches, a decoded token beside them."""
     from transformers import DynamicCache
 
-    def cache_bytes(layer):
-        tensors = getattr(layer, "buffers", None) or [getattr(layer, name, None) for name in ("keys", "values")]
-        tensors = [*tensors, *getattr(layer, "conv_states", {}).values(),
-                   *getattr(layer, "recurrent_states", {}).values()]
-        return sum(t.untyped_storage().nbytes() for t in tensors if t is not None)
-
-    head = skeleton.model.eval().get_output_embeddings()
+    output, short = skeleton.model.eval().get_output_embeddings(), min(prompt, SHORT)
     with skeleton.mode, Allocations() as memory:
         cache = DynamicCache(config=skeleton.model.config)
-        logits = head(skeleton.forward(rows, prompt, cache=cache, use_cache=True)[:, -1:])[:, -1]
-        prefilled = [cache_bytes(layer) for layer in cache.layers]
-        prefill = memory.peak - sum(prefilled)
+        logits = output(skeleton.forward(rows, short, cache=cache, use_cache=True)[:, -1:])[:, -1]
+        prefill = (memory.peak - sum(cache_bytes(cache))) * prompt / short
         cache = kv_cache.join_caches([cache])
-        grown = kv_cache.BLOCK * ((completion - 1) // kv_cache.BLOCK)  # the buffers grow for the next token
-        for layer in cache.layers if grown else []:
-            if isinstance(layer, kv_cache.GrowingLayer):
-                layer.update(*(torch.empty(rows, layer.keys.shape[1], grown, layer.keys.shape[3],
-                                           dtype=layer.keys.dtype) for _ in range(2)))
-        grown_bytes = [cache_bytes(layer) for layer in cache.layers]
-        memory.peak, before = memory.now, memory.now - sum(grown_bytes)
-        draw_tokens(logits, torch.zeros(4, dtype=torch.long), 1.0, 1.0)
-        drawn, memory.peak = memory.peak, memory.now
-        head(skeleton.forward(rows, 1, prompt + grown, cache=cache, use_cache=True))
-        full = [cache_bytes(layer) for layer in cache.layers]
+        kv_cache.extend(cache, prompt - short)
+        prefilled = cache_bytes(cache)
+        # Buffers grow once more for the last block of tokens.
+        grown = kv_cache.BLOCK * ((completion - 1) // kv_cache.BLOCK)
+        kv_cache.extend(cache, grown)
+        beside = memory.now - sum(cache_bytes(cache))
+        memory.peak = memory.now
+        program.draw_tokens(logits, torch.zeros(4, dtype=torch.long), 1.0, 1.0)
+        drawn, memory.peak = memory.peak - sum(cache_bytes(cache)), memory.now
+        output(skeleton.forward(rows, 1, prompt + grown, cache=cache, use_cache=True))
+    full = cache_bytes(cache)
     recurrent = [size if kind == "linear_attention" else 0 for kind, size in zip(skeleton.kinds, full)]
     return {"prefill": prefill, "prompt cache": skeleton.whole_model(prefilled),
-            "recurrent": skeleton.whole_model(recurrent), "attention": skeleton.whole_model(full) -
-            skeleton.whole_model(recurrent), "logits": drawn - before - sum(grown_bytes),
-            "layer": memory.peak - before - sum(full)}
+            "recurrent": skeleton.whole_model(recurrent),
+            "attention": skeleton.whole_model(full) - skeleton.whole_model(recurrent),
+            "logits": drawn - beside, "layer": memory.peak - beside - sum(full)}
+
+
+def cache_bytes(cache):
+    """-> bytes of each layer."""
+    def tensors(layer):
+        yield from getattr(layer, "buffers", None) or (getattr(layer, name, None) for name in ("keys", "values"))
+        for name in ("conv_states", "recurrent_states"):
+            yield from getattr(layer, name, {}).values()
+
+    return [sum(t.untyped_storage().nbytes() for t in tensors(layer) if t is not None) for layer in cache.layers]
 
 
 class Plan:
     """The bytes of each phase as functions of the rows at once, for one path of the gated delta rule."""
 
-    def __init__(self, skeleton, config, prompt, functions, prefill_tokens, fused=False):
-        """`functions`: grpo's (token_logprobs, draw_tokens, logit chunk). `prompt`: tokens of the longest prompt."""
-        token_logprobs, draw_tokens, logit_chunk = functions
-        self.config, self.prompt, self.width = config, prompt, prompt + config.max_tokens
-        # Rows of 384 tokens stand for longer ones, which the reference's loop over chunks would make slow.
-        scale = max(1, self.width / 384)
-        widths = math.ceil(prompt / scale), math.ceil(config.max_tokens / scale)
+    def __init__(self, program, skeleton, config, prompt, fused=False):
+        """`prompt`: tokens of the longest prompt; `fused`: with flash-linear-attention."""
+        self.config, self.fused, self.width = config, fused, prompt + config.max_tokens
         with delta_rule(skeleton, fused):
-            learned = [learning(skeleton, rows, *widths, token_logprobs, logit_chunk) for rows in (1, 2)]
-            sampled = [sampling(skeleton, rows, prompt, config.max_tokens, draw_tokens) for rows in (1, 2)]
-        self.learned = {name: Affine.through(*(rows[name] for rows in learned), scale) for name in learned[0]}
+            learned = [learning(skeleton, rows, self.width) for rows in (1, 2)]
+            sampled = [sampling(program, skeleton, rows, prompt, config.max_tokens) for rows in (1, 2)]
+        self.learned = {name: Affine.through(*(rows[name] for rows in learned)) for name in learned[0]}
         self.sampled = {name: Affine.through(*(rows[name] for rows in sampled)) for name in sampled[0]}
+        chunk = program.LOGIT_CHUNK
+        self.head_chunks = Affine.through(head(program, skeleton, chunk), head(program, skeleton, 2 * chunk))
+        self.logit_chunk = chunk
         self.weights = dict(skeleton.weights)
         self.adapter, self.optimizer = 4 * skeleton.adapter_size, 8 * skeleton.adapter_size
-        self.prefill_at_once = max(1, prefill_tokens // prompt)
+        self.prefill_at_once = max(1, program.PREFILL_TOKENS // prompt)
 
     @property
     def fixed(self):
@@ -335,10 +348,14 @@ class Plan:
     def learning_rows(self, tokens):
         return max(1, tokens // self.width)
 
+    def head(self, rows):
+        """Bytes of the output head at its peak, for completions of full length."""
+        return self.head_chunks(rows * self.config.max_tokens / self.logit_chunk)
+
     def learning_peak(self, tokens):
         rows = self.learning_rows(tokens)
         return (self.fixed + self.adapter + self.learned["kept"](rows)  # adapter: its gradient
-                + max(self.learned["head"](rows), self.learned["layers"](rows)))
+                + max(self.head(rows), self.learned["layers"](rows)))
 
     def most_rows(self, rows, group_size, room):
         """The most rows up to `rows` that can be drawn at once in `room` bytes; at least 1."""
@@ -381,34 +398,41 @@ class Plan:
         return shorter if fitting == 1 else f"--rollouts-at-once {fitting}"
 
 
-def make_plans(config, whole, functions, prefill_tokens, prompt=PROMPT_TOKENS):
-    """-> {path of the gated delta rule: Plan}; one plan, "", for a model without such layers."""
-    dtype, nf4 = precision(config.quantization, "cpu" if config.device == "cpu" else "cuda")
-    checkpointing = checkpoints_activations(config.activation_checkpointing, config.device)
-    skeleton = Skeleton(whole, config.lora_rank, nf4, dtype, checkpointing)
-    paths = {"torch reference": False, "flash-linear-attention": True} if "linear_attention" in skeleton.kinds else {
-        "": False}
-    return {path: Plan(skeleton, config, prompt, functions, prefill_tokens, fused) for path, fused in paths.items()}
+def make_plans(program, config, whole, prompt=PROMPT_TOKENS, fused=(False, True)):
+    """-> [Plan], without and with flash-linear-attention, which is nothing to a model without gated delta rule.
+
+    `program` is the module grpo, whose functions are run; `whole` the configuration of the model.
+    """
+    device_type = "cpu" if config.device == "cpu" else "cuda"
+    dtype, nf4 = precision(config.quantization, device_type)
+    skeleton = Skeleton(whole, config.lora_rank, nf4, dtype,
+                        checkpoints_activations(config.activation_checkpointing, device_type))
+    fused = fused if "linear_attention" in skeleton.kinds else (False,)
+    return [Plan(program, skeleton, config, prompt, way) for way in fused]
 
 
 # ---------------------------------------------------------------------------------------------------- What is shown
 
 
-def plan_text(config, functions, prefill_tokens):
-    """What `--plan` prints."""
+PATHS = {False: "torch reference", True: "flash-linear-attention"}
+
+
+def plan_text(program, config):
+    """What `--plan` prints. `program` is the module grpo."""
     quiet_libraries(torch.device("cpu"))
     whole, source = model_config(config)
-    plans = make_plans(config, whole, functions, prefill_tokens)
-    card, prompt = card_bytes(), next(iter(plans.values())).prompt
-    columns = [plan_rows(plan, card) for plan in plans.values()]
+    plans = make_plans(program, config, whole)
+    card = card_bytes()
+    columns = [plan_rows(plan, card) for plan in plans]
     lines = [f"memory plan of {config.base_model} ({source}): {config.batch_size} questions x {config.group_size} "
-             "completions,", f"prompts of {prompt} tokens, at most {config.max_tokens:,} new ones. GiB, by the sizes "
+             "completions,",
+             f"prompts of {PROMPT_TOKENS} tokens, at most {config.max_tokens:,} new ones. GiB, by the sizes "
              "of all tensors, not measured on a card.", "",
-             f"{'':42}" + "".join(f"{path:>25}" for path in plans)]
+             f"{'gated delta rule:':42}" + "".join(f"{PATHS[plan.fused]:>25}" for plan in plans)]
     for row, name in enumerate(columns[0]):
         lines.append(f"{name:42}" + "".join(f"{list(column.values())[row]:>25}" for column in columns))
-    for path, plan in plans.items():
-        lines += ["", f"cards{', ' + path if path else ''}:"]
+    for plan in plans:
+        lines += ["", f"cards, {PATHS[plan.fused]}:"]
         lines += [card_line(plan, size * GIB) for size in sorted({*CARDS, round(card / GIB)}, reverse=True)]
     return "\n".join(lines)
 
@@ -426,7 +450,7 @@ def plan_rows(plan, card):
         "prefill, before that": plan.prefill(rows, config.group_size),
         "learning: gradient": plan.adapter, "learning: kept for the backward pass": plan.learned["kept"](learned),
         "learning: the largest layer": plan.learned["layers"](learned),
-        "learning: a chunk of logits": plan.learned["head"](learned)}
+        "learning: a chunk of logits": plan.head(learned)}
     sizes |= {f"peak of {phase}": peak for phase, peak in peaks.items()}
     text = {"completions drawn at once": rows, "tokens (completions) in a micro-batch":
             f"{config.tokens_per_micro_batch:,} ({learned})"} | {
@@ -444,9 +468,9 @@ def card_line(plan, card):
             f"{config.tokens_per_micro_batch}: {(max(peaks.values()) + RESERVE) / GIB:.1f} GiB")
 
 
-def card_bytes():
+def card_bytes(device=None):
     """Memory of the CUDA card; 24 GiB where there is none."""
-    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else CARDS[0] * GIB
+    return torch.cuda.get_device_properties(device).total_memory if torch.cuda.is_available() else CARDS[0] * GIB
 
 
 def model_config(config):
@@ -485,8 +509,71 @@ QWEN3_5_4B = {  # its config.json on the hub
 
 @contextlib.contextmanager
 def memory_phase(name, flag):
-    """Turns an out-of-memory error into a UserError that names the phase and the flag."""
+    """Turns an out-of-memory error into a UserError that names the phase and the flag. Also a decorator."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise UserError(f"out of GPU memory in {name}: lower {flag} (--plan shows what each phase takes)") from error
+
+
+def fit_memory(program, policy, questions, config):
+    """Sets in `config` what it leaves to the plan, says what will be taken, and tries the worst case once.
+
+    `program` is the module grpo, `questions` those that will be asked. Raises UserError where memory runs out.
+    """
+    prompts = encode_prompts(policy.tokenizer, policy.image_processor,
+                             longest_questions(policy, questions, config), config.max_image_tokens).to(policy.device)
+    card = card_bytes(policy.device)
+    plan, = make_plans(program, config, policy.base.config, prompts.input_ids.shape[1],
+                       (fused_kernels(policy.base, config.fused_kernels),))
+    chosen, peaks = plan.choose(card)
+    config.rollouts_at_once, config.tokens_per_micro_batch = chosen.rollouts_at_once, chosen.tokens_per_micro_batch
+    tqdm.write(f"memory plan: --rollouts-at-once {config.rollouts_at_once} --tokens-per-micro-batch "
+               f"{config.tokens_per_micro_batch}, GiB of {card / GIB:.1f}: "
+               + ", ".join(f"{phase} {peak / GIB:.1f}" for phase, peak in peaks.items()))
+    try:
+        dry_run(program, policy, prompts, config)
+    except UserError as error:
+        raise UserError(f"{error}; by the memory plan, what helps most is "
+                        f"{plan.advice(card) or 'a little less of that'}") from error
+
+
+def longest_questions(policy, questions, config):
+    """The `batch_size` questions with the longest prompts: characters of the text, tokens of the figure."""
+    lengths = [len(format_question(question)) + vision_token_count(policy.image_processor, question.image,
+                                                                   config.max_image_tokens) for question in questions]
+    order = sorted(range(len(questions)), key=lengths.__getitem__)
+    return [questions[i] for i in order[-config.batch_size:]]
+
+
+def dry_run(program, policy, prompts, config):
+    """The largest wave with its cache full, and the largest micro-batch, once: what cannot fit stops before step 1."""
+    rows, device = torch.arange(len(prompts.ids) * config.group_size, device=policy.device), policy.device
+    moments = [torch.zeros_like(p) for p in policy.parameters() for _ in range(2)]  # AdamW's, not there before step 1
+    with memory_phase("sampling, in a dry run of the worst case", "--rollouts-at-once"), torch.no_grad():
+        encode_figures(policy.base.eval(), prompts)
+        which, prompt_of_row = (rows[:config.rollouts_at_once or None] // config.group_size).unique(return_inverse=True)
+        cache, logits = program.prefill(policy, prompts, which)
+        cache.reorder_cache(prompt_of_row)
+        logits = logits[prompt_of_row]
+        program.draw_tokens(logits, policy.forbidden_ids, 1.0, 1.0)
+        kv_cache.extend(cache, config.max_tokens - 1)
+        width = prompts.input_ids.shape[1] + config.max_tokens
+        policy.base(input_ids=torch.zeros_like(prompt_of_row)[:, None], cache=cache, use_cache=True, logits_to_keep=1,
+                    attention_mask=torch.ones(len(logits), 1, 1, width, dtype=torch.bool, device=device),
+                    position_ids=torch.zeros(3, len(logits), 1, dtype=torch.long, device=device))
+        del cache, logits
+    if not config.eval_only:
+        shape = len(rows), config.max_tokens
+        zeros = torch.zeros(shape, device=device)
+        rollouts = program.Rollouts(zeros.long(), zeros, zeros, torch.full_like(rows, config.max_tokens),
+                                    torch.zeros_like(rows, dtype=torch.bool), config.temperature)
+        micro = program.micro_batches(prompts, rollouts, rows, config)[0]
+        program.accumulate_gradients(policy, prompts, rollouts, zeros, micro, config)
+        for parameter in policy.parameters():
+            parameter.grad = None
+    del moments
+    if device.type == "cuda":
+        tqdm.write(f"dry run of the worst case: {torch.cuda.max_memory_allocated(device) / GIB:.1f} GiB at most")
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
