@@ -34,12 +34,12 @@ def prompts_of(policy, questions):
 def uneven_rollouts(policy, prompts, group_size=4, max_tokens=40, temperature=1.0, seed=3):
     """Rollouts of which at least one stops at its first token and one goes on to `max_tokens`.
 
-    Random models stop rarely, so tokens that five of the rows drew become stop tokens before the same draws again.
+    Random models stop rarely, so tokens that four of the rows drew become stop tokens before the same draws again.
     """
     policy.stop_ids = torch.tensor([-1])
     torch.manual_seed(seed)
     free = grpo.sample(policy, prompts, group_size, 21, temperature).tokens
-    policy.stop_ids = free[[1, 4, 6, 9, 10], [0, 5, 10, 15, 20]]
+    policy.stop_ids = free[[1, 4, 6, 9], [0, 5, 10, 20]]
     torch.manual_seed(seed)
     rollouts = grpo.sample(policy, prompts, group_size, max_tokens, temperature)
     lengths = rollouts.lengths.tolist()
