@@ -12,6 +12,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import math
@@ -377,6 +378,7 @@ def json_line(row):
         return json.dumps(json.loads(json.dumps(row), parse_constant=lambda name: None), ensure_ascii=False) + "\n"
 
 
+@functools.cache  # every checkpoint asks, and the answer takes 20 ms
 def package_versions():
     from importlib import metadata
 

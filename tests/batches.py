@@ -31,17 +31,17 @@ def prompts_of(policy, questions):
     return grpo.encode_prompts(policy.tokenizer, policy.image_processor, questions)
 
 
-def uneven_rollouts(policy, prompts, group_size=4, max_tokens=80, temperature=1.0, seed=3):
+def uneven_rollouts(policy, prompts, group_size=4, max_tokens=40, temperature=1.0, seed=3):
     """Rollouts of which at least one stops at its first token and one goes on to `max_tokens`.
 
-    Random models stop rarely, so tokens that rows 1, 6 and 9 drew become stop tokens before the same draws again.
+    Random models stop rarely, so tokens that four of the rows drew become stop tokens before the same draws again.
     """
     policy.stop_ids = torch.tensor([-1])
     torch.manual_seed(seed)
-    free = grpo.sample(policy, prompts, group_size, max_tokens, temperature).tokens
-    policy.stop_ids = torch.stack([free[1, 0], free[6, 20], free[9, 40]])
+    free = grpo.sample(policy, prompts, group_size, 21, temperature).tokens
+    policy.stop_ids = free[[1, 4, 6, 9], [0, 5, 10, 20]]
     torch.manual_seed(seed)
     rollouts = grpo.sample(policy, prompts, group_size, max_tokens, temperature)
     lengths = rollouts.lengths.tolist()
-    assert min(lengths) == 1 and max(lengths) > 70 and len(set(lengths)) > 3, lengths
+    assert min(lengths) == 1 and max(lengths) == max_tokens and len(set(lengths)) > 3, lengths
     return rollouts

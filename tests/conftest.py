@@ -20,13 +20,13 @@ os.environ["OMP_NUM_THREADS"] = "1"  # for programs that tests start
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
-    """family -> folder of its tiny policy, made at first use."""
+    """family, number of layers -> folder of its tiny policy, made at first use. Two layers are one of each kind."""
     made = {}
 
-    def folder(family="qwen3_5"):
-        if family not in made:
-            made[family] = make_policy_folder(tmp_path_factory.mktemp(family), family)
-        return made[family]
+    def folder(family="qwen3_5", layers=2):
+        if (family, layers) not in made:
+            made[family, layers] = make_policy_folder(tmp_path_factory.mktemp(family), family, layers=layers)
+        return made[family, layers]
 
     return folder
 
@@ -35,8 +35,8 @@ def folders(tmp_path_factory):
 def load(folders):
     """Loads a fresh tiny policy through load_policy, the adapter's B matrices random instead of 0 if asked."""
 
-    def policy(family="qwen3_5", adapter=False, **flags):
-        config = grpo.Config(base_model=str(folders(family)), device="cpu", lora_rank=4, **flags)
+    def policy(family="qwen3_5", adapter=False, layers=2, **flags):
+        config = grpo.Config(base_model=str(folders(family, layers)), device="cpu", lora_rank=4, **flags)
         policy = grpo.load_policy(config)
         if adapter:
             torch.manual_seed(1)

@@ -2,10 +2,11 @@
 
     python tests/killed.py KILLS SEED POLICY DATA OUTPUT
 
-Each start is a fork of this process, so that libraries are imported once. It dies by SIGKILL at a moment drawn with
-SEED: before the n-th event of one kind (a draw, a forward pass of the learner, a change of the disk while a checkpoint
-is written, half a line of a log), or after a time. It is then resumed, and killed again, until it has made its 12
-steps; a run that was finished is compared with an undisturbed one, and another is begun until there were KILLS kills.
+Each start is a fork of this process, so that libraries are imported once, those of a loaded policy too. It dies by
+SIGKILL at a moment drawn with SEED: before the n-th event of one kind (a draw, a forward pass of the learner, a change
+of the disk while a checkpoint is written, half a line of a log), or after a time. It is then resumed, and killed again,
+until it has made its 8 steps; a run that was finished is compared with an undisturbed one, and another is begun until
+there were KILLS kills.
 Prints a JSON summary; exit code 1 if any run ended otherwise than the undisturbed one.
 """
 
@@ -26,7 +27,7 @@ import checkpoints
 import grpo
 import rundir
 
-STEPS = 12
+STEPS = 8
 KINDS = {"sampling": 60, "learning": 6, "checkpoint": 30, "log": 12, "time": 3}  # kind: latest event, or second
 
 
@@ -97,6 +98,7 @@ def start(arguments, kind=None, moment=None):
 def main(kills, seed, policy, data, output):
     torch.set_num_threads(1)
     runs.install_reward()
+    grpo.load_policy(grpo.Config(base_model=policy, device="cpu"))
     output, generator = Path(output), random.Random(seed)
 
     def begin(name):

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import math
 
 import bitsandbytes as bnb
@@ -14,6 +15,12 @@ from transformers.cache_utils import DynamicLayer
 import grpo
 import kv_cache
 import vision_tokens
+
+
+@pytest.fixture
+def load(load):
+    """Policies of four layers here: what a cache or a mask does to one layer, the next of its kind must see."""
+    return functools.partial(load, layers=4)
 
 
 def all_rows(rollouts):
@@ -55,7 +62,7 @@ def test_sampler_equals_learner_after_an_update(load):
     metrics = grpo.update(policy, optimizer, prompts, rollouts, advantages, torch.arange(12), grpo.Config())
     assert metrics["trainer/dlogp_max"] <= 1e-4 and before <= 1e-4
     assert dlogp(policy, prompts, rollouts) > 1e-2, "the update changed nothing"
-    rollouts = grpo.sample(policy, prompts, 4, 80)
+    rollouts = grpo.sample(policy, prompts, 4, 40)
     assert dlogp(policy, prompts, rollouts) <= 1e-4
 
 
@@ -65,9 +72,9 @@ def test_dropped_rows_do_not_disturb_the_others(load, monkeypatch, check_every):
     policy = load(adapter=True)
     policy.stop_ids = torch.tensor([-1])
     prompts = prompts_of(policy, questions())
-    full = grpo.sample(policy, prompts, 1, 60, temperature=0)
+    full = grpo.sample(policy, prompts, 1, 40, temperature=0)
     policy.stop_ids = full.tokens[0, 20:21]
-    stopped = grpo.sample(policy, prompts, 1, 60, temperature=0)
+    stopped = grpo.sample(policy, prompts, 1, 40, temperature=0)
     assert stopped.lengths[0] <= 21 and stopped.finished[0]
     for row in range(3):
         length = stopped.lengths[row]
@@ -228,13 +235,13 @@ def test_gradient_is_the_closed_form_for_any_micro_batches(load, temperature):
 
 
 def test_checkpointing_and_logit_chunks_change_nothing(load, monkeypatch):
-    gradients = []
+    gradients, rollouts = [], None
     for chunk, checkpointing in ((10**6, "off"), (7, "on")):
         monkeypatch.setattr(grpo, "LOGIT_CHUNK", chunk)
         policy = load(adapter=True, activation_checkpointing=checkpointing)
         assert policy.base.is_activation_checkpointing == (checkpointing == "on")
         prompts = prompts_of(policy, questions())
-        rollouts = uneven_rollouts(policy, prompts)
+        rollouts = rollouts or uneven_rollouts(policy, prompts)
         advantages = torch.ones_like(rollouts.logprobs)
         gradients.append(gradient(policy, prompts, rollouts, advantages, 1000))
     assert relative(*gradients) <= 1e-5
@@ -275,13 +282,13 @@ def test_greedy_equals_generate(load, family):
     for seed in (0, 1):  # twice in a row, with other figures: no state may stay behind
         prompts = prompts_of(policy, questions(seed))
         policy.stop_ids = torch.tensor([-1])
-        endless = grpo.sample(policy, prompts, 2, 60, temperature=0)
+        endless = grpo.sample(policy, prompts, 2, 40, temperature=0)
         assert all(len(set(row.tolist())) >= 5 for row in endless.tokens), "the answers do not vary"
-        check_greedy(endless, generated(policy, prompts, 60))
-        policy.stop_ids = endless.tokens[0, 30:31]
-        stopped = grpo.sample(policy, prompts, 2, 60, temperature=0)
-        check_greedy(stopped, generated(policy, prompts, 60))
-        assert stopped.finished[0] and stopped.lengths[0] <= 31
+        check_greedy(endless, generated(policy, prompts, 40))
+        policy.stop_ids = endless.tokens[0, 20:21]
+        stopped = grpo.sample(policy, prompts, 2, 40, temperature=0)
+        check_greedy(stopped, generated(policy, prompts, 40))
+        assert stopped.finished[0] and stopped.lengths[0] <= 21
 
 
 def decode_mutants(policy, prompts):
@@ -301,7 +308,7 @@ def test_greedy_comparison_sees_mutants(load, monkeypatch, name):
     policy = load(adapter=True)
     policy.stop_ids = torch.tensor([-1])  # no row is dropped, so rows stay in the order that the mutants assume
     prompts = prompts_of(policy, questions())
-    reference, mutate = generated(policy, prompts, 60), decode_mutants(policy, prompts)[name]
+    reference, mutate = generated(policy, prompts, 40), decode_mutants(policy, prompts)[name]
     forward, decodes = policy.base.forward, []
 
     def mutated(*args, **inputs):
@@ -311,8 +318,8 @@ def test_greedy_comparison_sees_mutants(load, monkeypatch, name):
         return forward(*args, **inputs)
 
     monkeypatch.setattr(policy.base, "forward", mutated)
-    rollouts = grpo.sample(policy, prompts, 2, 60, temperature=0)
-    assert len(decodes) == 59
+    rollouts = grpo.sample(policy, prompts, 2, 40, temperature=0)
+    assert len(decodes) == 39
     if name == "no change":
         check_greedy(rollouts, reference)
     else:

@@ -59,7 +59,7 @@ def config(folders, tmp_path, monkeypatch):
 
 def test_command_on_real_figures(folders, geolaux, tmp_path):
     done = grpo_command("--base-model", str(folders()), "--dataset", str(geolaux), "--device", "cpu", "--steps", "2",
-                        "--max-tokens", "32", "--output-dir", str(tmp_path),
+                        "--batch-size", "4", "--group-size", "4", "--max-tokens", "16", "--output-dir", str(tmp_path),
                         "--experiment_name", "real", "--save-every", "1", "--show-samples")
     assert done.returncode == 0, done.stderr
     run = tmp_path / "real"
@@ -70,12 +70,12 @@ def test_command_on_real_figures(folders, geolaux, tmp_path):
     metrics = lines(run / "metrics.jsonl")
     assert [m["step"] for m in metrics] == [1, 2] and all(set(m) == METRICS for m in metrics)
     rollouts = lines(run / "rollouts.jsonl")
-    assert len(rollouts) == 2 * 8 * 8
+    assert len(rollouts) == 2 * 4 * 4
     assert set(rollouts[0]) == {"step", "question", "tokens", "text", "choice", "reward", "advantage", "length",
                                 "truncated"}
-    assert all(r["length"] == len(r["tokens"]) <= 32 for r in rollouts)
+    assert all(r["length"] == len(r["tokens"]) <= 16 for r in rollouts)
     stored = lines(run / "questions.jsonl")
-    assert len(stored) == 16 + 15 and len({q["figure"] for q in stored}) == len(stored)
+    assert len(stored) == 8 + 15 and len({q["figure"] for q in stored}) == len(stored)
     assert {r["question"] for r in rollouts} <= {q["question"] for q in stored}
     assert all((run / q["figure"]).is_file() for q in stored)
     for name in ("eval-base.json", "eval-step-2.json"):
