@@ -110,7 +110,7 @@ class WandB:
         self.wandb, self.run = wandb, wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT), name=path.name, dir=path, config=settings,
             id=settings["tracker_id"], resume="allow",
-            settings=wandb.Settings(console="off", finish_timeout=300))  # seconds, else for ever without a network
+            settings=wandb.Settings(console="off", quiet=True, finish_timeout=300))  # else it waits for a network for ever
 
     def log(self, step, values):
         self.run.log(values, step=step)
