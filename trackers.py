@@ -4,10 +4,13 @@ Its package is imported only where asked for. What it writes lies in the run dir
 A tracker is an object with `log(step, values)`, `log_group(step, image, lines)` and `finish(failed)`.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import math
 import os
+import signal
+import threading
 from importlib import metadata
 
 from packaging.version import Version
@@ -87,10 +90,11 @@ class SwanLab:
         import swanlab
 
         # Its copy of the terminal is off, since it replaces sys.stdout; so are its questions, which nobody may answer.
-        self.swanlab, self.run = swanlab, swanlab.init(
-            project=config.swanlab_project, name=path.name, mode=config.swanlab_mode, log_dir=str(path / "swanlog"),
-            config=settings, id=settings["tracker_id"], resume="allow",
-            settings=swanlab.Settings(interactive=False, terminal={"proxy_type": "none"}))
+        quiet = swanlab.Settings(interactive=False, terminal={"proxy_type": "none"})
+        with own_interrupt():
+            self.swanlab, self.run = swanlab, swanlab.init(
+                project=config.swanlab_project, name=path.name, mode=config.swanlab_mode, log_dir=str(path / "swanlog"),
+                config=settings, id=settings["tracker_id"], resume="allow", settings=quiet)
 
     def log(self, step, values):
         self.run.log(values, step=step)
@@ -100,7 +104,17 @@ class SwanLab:
                       "group/completions": self.swanlab.Text("\n".join(lines))}, step=step)
 
     def finish(self, failed):
-        self.run.finish(state="crashed" if failed else "success", error="stopped early" if failed else None)
+        with own_interrupt():
+            self.run.finish(state="crashed" if failed else "success", error="stopped early" if failed else None)
+
+
+@contextlib.contextmanager
+def own_interrupt():
+    """Ctrl-C stays what it was: SwanLab installs a handler, with which no checkpoint would be left."""
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    if threading.current_thread() is threading.main_thread():  # no other may set handlers
+        signal.signal(signal.SIGINT, handler)
 
 
 class WandB:

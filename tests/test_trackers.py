@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import signal
 import struct
 import sys
 
@@ -68,6 +69,8 @@ def records(path):
 
 def test_tensorboard_shows_each_step_once_also_after_resume(folders, data, tmp_path, capfd):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    folders()
+    capfd.readouterr()  # of making the policy
     run, _ = tracked(folders, data, tmp_path, tracker="tensorboard")
     out, err = capfd.readouterr()
     assert "\r" not in out + err  # no terminal: no bars
@@ -91,9 +94,9 @@ def test_swanlab_offline_holds_the_same_numbers(folders, data, tmp_path):
     pytest.importorskip("swanlab")
     from swanlab.proto.swanlab.record.v1.record_pb2 import Record
 
-    out, err = sys.stdout, sys.stderr
+    before = sys.stdout, sys.stderr, sys.excepthook, signal.getsignal(signal.SIGINT)
     run, wanted = tracked(folders, data, tmp_path, tracker="swanlab", swanlab_mode="offline", swanlab_project="p")
-    assert (out, err) == (sys.stdout, sys.stderr)
+    assert before == (sys.stdout, sys.stderr, sys.excepthook, signal.getsignal(signal.SIGINT))
     [log] = (run / "swanlog").glob("*/*.swanlab")
     found = [Record.FromString(record) for record in records(log)]
     start = next(record.start for record in found if record.HasField("start"))
