@@ -303,6 +303,8 @@ class RunDir:
         rates = {f"evaluation/{key}": value["value"] if isinstance(value, dict) else value
                  for key, value in summarize(records).items()}
         self.append("evaluations.jsonl", [{"step": step, "evaluation": name, **rates, **metrics}])
+        with self.writing("evaluations.jsonl"):
+            sync(self.path / "evaluations.jsonl")
         self.tracking.log(step, rates | metrics)
         self.write_json(f"eval-{name}.json", records)  # last: where it is, the evaluation is not made again
 

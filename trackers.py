@@ -124,7 +124,7 @@ class WandB:
         self.wandb, self.run = wandb, wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT), name=path.name, dir=path, config=settings,
             id=settings["tracker_id"], resume="allow",
-            settings=wandb.Settings(console="off", quiet=True, finish_timeout=300))  # else it waits for a network for ever
+            settings=wandb.Settings(console="off", quiet=True, finish_timeout=300))  # without it: for ever, if offline
 
     def log(self, step, values):
         self.run.log(values, step=step)
