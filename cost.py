@@ -72,7 +72,7 @@ def run_cost(path, electricity_price, gpu):
     Loading and writing files are not in it. `electricity_price` is in yuan per kWh, `gpu` whether there was one.
     """
     steps = read_lines(path / "metrics.jsonl")
-    evaluations = list({row["evaluation"]: row for row in read_lines(path / "evaluations.jsonl")}.values())
+    evaluations = read_lines(path / "evaluations.jsonl")
     sampling, learning, rest = (total(steps, f"time/{part}") for part in ("sampling", "learning", "rest"))
     evaluation = total(evaluations, "time/evaluation")
     wall = add(sampling, learning, rest, evaluation)

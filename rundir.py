@@ -140,7 +140,8 @@ class RunDir:
                 shutil.rmtree(draft) if draft.is_dir() else draft.unlink()
             for log in ("metrics.jsonl", "rollouts.jsonl"):
                 cut_lines(self.path / log, lambda row: row["step"] <= step)
-            cut_lines(self.path / "evaluations.jsonl", lambda row: row["step"] <= step)
+            cut_lines(self.path / "evaluations.jsonl", lambda row: row["step"] <= step and (
+                self.path / f"eval-{row['evaluation']}.json").is_file())  # else it is made again
             cut_lines(self.path / "questions.jsonl", self.remember)
             for evaluation in self.path.glob("eval-step-*.json"):  # of a checkpoint that is damaged
                 if int(evaluation.stem[10:]) > step:

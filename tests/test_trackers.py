@@ -54,7 +54,7 @@ def assert_same(found, wanted):
 
 
 def records(path):
-    """The records of a log in LevelDB's format, which W&B and SwanLab both write: records in parts, blocks of 32 KiB."""
+    """The records of a log in LevelDB's format, of W&B and SwanLab: records in parts, in blocks of 32 KiB."""
     content, at, record = path.read_bytes(), 7, b""
     while at + 7 <= len(content):
         if 32768 - at % 32768 < 7:
