@@ -36,14 +36,16 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from checkpoints import NonFinite, nonfinite_record
+from cost import Meter, gpu_joules, step_energy
 from geoqa import load_geoqa
 from hub import UserError
 from kv_cache import join_caches
 from loading import add_lora, checkpoints_activations, kernels_line, load_base, pick_device
 from plan import fit_memory, memory_phase, plan_text
 from reward import grade
-from rundir import RunDir, batch_metrics, compare, free_run_path, results_table, update_metrics
+from rundir import RunDir, batch_metrics, free_run_path, update_metrics
 from settings import check_config, check_solutions, run_command_line, with_preset
+from trackers import PROJECT
 from vision_tokens import Prompts, encode_figures, encode_prompts, join_prompts, prompt_positions, select_figures
 
 LOGIT_CHUNK = 256  # tokens whose logits exist at once in the learner: 0.25 GB in float32, and a few copies of it
@@ -121,6 +123,10 @@ class Config:
     on_nonfinite: Literal["stop", "skip"] = flag("stop", "an update with NaN or infinity: stop, or leave it out")
     show_samples: bool = flag(False, "print one group of completions each step")
     experiment_name: str = flag("", "name of the run's folder; empty: the policy's name and a number")
+    tracker: Literal["none", "swanlab", "tensorboard", "wandb"] = flag("none", "program that also gets the metrics")
+    swanlab_mode: Literal["cloud", "local", "offline", "disabled"] = flag("cloud", "where SwanLab keeps them")
+    swanlab_project: str = flag(PROJECT, "SwanLab's project")
+    electricity_price: float = flag(0.6, "yuan per kWh, for the cost in results.json")
     output_dir: str = flag("runs", "folder of the run folders")
 
 
@@ -667,12 +673,12 @@ def training_rows(batch, config):
 
 def train_step(policy, optimizer, take, config, teacher=None, progress=None):
     """Sample, reward, compare, update, once. `take(n)` gives the next n questions. Gives metrics, Batch, advantages."""
-    started = time.perf_counter()
+    started, joules = time.perf_counter(), gpu_joules(policy.device)
     if config.dynamic_sampling:
         batch, waves = draw_informative_batch(policy, take, config, progress)
     else:
         batch, waves = draw_batch(policy, take(config.batch_size), config, progress), 1
-    sampled = time.perf_counter()
+    sampled, sampled_joules = time.perf_counter(), gpu_joules(policy.device)
     advantages, shaped, extra = batch_advantages(policy, teacher, batch, config)
     base_logprobs = None
     if config.kl_coef:
@@ -684,7 +690,8 @@ def train_step(policy, optimizer, take, config, teacher=None, progress=None):
     ended = time.perf_counter()
     seconds = {"time/sampling": batch.sampling_seconds, "time/learning": ended - sampled,
                "time/rest": sampled - started - batch.sampling_seconds}
-    return batch_metrics(batch, shaped, waves) | extra | learned | seconds, batch, advantages
+    energy = step_energy(joules, sampled_joules, gpu_joules(policy.device))
+    return batch_metrics(batch, shaped, waves) | extra | learned | seconds | energy, batch, advantages
 
 
 def completion_texts(policy, rollouts):
@@ -716,12 +723,9 @@ def train(config):
                 if step == config.steps or (config.save_every and step % config.save_every == 0):
                     run.checkpoint()
                 bar.update()
-        if config.evaluate:
-            after = evaluate_policy(policy, test_questions, config, run, f"step-{config.steps}")
-            results = compare(before, after)
-            run.write_json("results.json", results)
-            print(results_table(results))
-    print(f"run directory: {run.path}")
+        end = f"step-{config.steps}"
+        after = evaluate_policy(policy, test_questions, config, run, end) if config.evaluate else None
+        run.finish(before, after)
     return run.path
 
 
@@ -774,7 +778,7 @@ def evaluate_policy(policy, questions, config, run, name):
     if records := run.read_json(f"eval-{name}.json"):
         return records  # made before the run was interrupted
     torch.manual_seed(config.seed)
-    records = []
+    records, meter = [], Meter(policy.device)
     with tqdm(total=len(questions), desc=f"evaluating {name}", disable=None) as bar:
         for first in range(0, len(questions), config.eval_batch_size):
             batch = [questions[i] for i in range(first, min(first + config.eval_batch_size, len(questions)))]
@@ -785,7 +789,7 @@ def evaluate_policy(policy, questions, config, run, name):
                                   config.top_p, config.rollouts_at_once, progress)
             records += run.evaluation_records(batch, completion_texts(policy, rollouts), rollouts)
             bar.update(len(batch))
-    run.write_json(f"eval-{name}.json", records)
+    run.save_evaluation(name, records, meter.evaluation())
     return records
 
 
@@ -799,11 +803,7 @@ def evaluate(config):
     config = dataclasses.replace(config)  # prepare completes it
     run, policy, _, _, questions = prepare(config, with_train=False)
     records = evaluate_policy(policy, questions, config, run, "adapter" if config.adapter else "base")
-    results = compare(None, records) if config.adapter else compare(records, None)
-    run.write_json("results.json", results)
-    print(results_table(results))
-    print(f"run directory: {run.path}")
-    return results
+    return run.finish(None, records) if config.adapter else run.finish(records, None)
 
 
 def main(config):

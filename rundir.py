@@ -6,6 +6,7 @@
               questions.jsonl    each question used, once; its figure under figures/
               step-25/ ...       checkpoints, each a LoRA adapter in PEFT's format; see checkpoints.py
               eval-base.json, eval-step-100.json, results.json
+              evaluations.jsonl  one line an evaluation: its rates, time and energy
               nonfinite-step-7.json    a batch that gave NaN or infinite numbers
               lock               held by the process that trains
 """
@@ -19,6 +20,7 @@ import math
 import os
 import platform
 import re
+import secrets
 import shutil
 import signal
 import statistics
@@ -44,8 +46,10 @@ from checkpoints import (
     sync,
     write_whole,
 )
+from cost import cost_lines, run_cost
 from hub import UserError
 from reward import extract_choice
+from trackers import Tracking
 from vision_tokens import on_white
 
 
@@ -105,7 +109,9 @@ class RunDir:
         self.path, self.lock = path, lock_folder(path)
         written = dataclasses.asdict(config) | {
             "resolved_model_revision": model_revision, "resolved_dataset_revision": dataset_revision,
-            "versions": package_versions()}
+            "versions": package_versions(), "gpu": gpu_name(config.device)}
+        if config.tracker != "none":
+            written["tracker_id"] = secrets.token_hex(4)
         with self.writing("figures"):
             (path / "figures").mkdir(exist_ok=True)
         self.folder, self.state = self.reopen(written) if config.resume else (None, None)
@@ -113,6 +119,7 @@ class RunDir:
             self.saved = self.state["step"]
             self.progress = self.saved, self.state["questions_drawn"], self.state["random"]
         self.write_json("config.json", written)
+        self.gpu, self.tracking = written["gpu"], Tracking(config, path, written, self.saved, self.tell)
 
     def reopen(self, written):
         """Takes the run's files back to its newest whole checkpoint -> (its folder, its state), or (None, None)."""
@@ -120,6 +127,8 @@ class RunDir:
         for name in ("resolved_model_revision", "resolved_dataset_revision"):
             if before.get(name) != written[name]:
                 raise UserError(f"--resume {self.path}: {name} was {before.get(name)} and is {written[name]} now")
+        if "tracker_id" in before:  # the tracker's run goes on as well
+            written["tracker_id"] = before["tracker_id"]
         changed = [f"{name} {then} then, {written['versions'].get(name)} now"
                    for name, then in before.get("versions", {}).items() if written["versions"].get(name) != then]
         self.tell([f"other versions, so numbers may differ a little: {'; '.join(changed)}"] if changed else [])
@@ -132,6 +141,8 @@ class RunDir:
                 shutil.rmtree(draft) if draft.is_dir() else draft.unlink()
             for log in ("metrics.jsonl", "rollouts.jsonl"):
                 cut_lines(self.path / log, lambda row: row["step"] <= step)
+            cut_lines(self.path / "evaluations.jsonl", lambda row: row["step"] <= step and (
+                self.path / f"eval-{row['evaluation']}.json").is_file())  # else it is made again
             cut_lines(self.path / "questions.jsonl", self.remember)
             for evaluation in self.path.glob("eval-step-*.json"):  # of a checkpoint that is damaged
                 if int(evaluation.stem[10:]) > step:
@@ -186,6 +197,7 @@ class RunDir:
         finally:
             for number, handler in self.handlers.items():
                 signal.signal(number, handler)
+            self.tracking.finish(failed=error is not None)
             self.lock.close()
 
     def interrupt(self, number, frame):
@@ -248,12 +260,16 @@ class RunDir:
         records = rollout_records(batch, advantages)
         self.append("rollouts.jsonl", ({"step": step, **record} for record in records))
         self.append("metrics.jsonl", [{"step": step, **metrics}])
+        self.tracking.log(step, metrics)
+        group = records[:batch.rewards.shape[1]]
+        if step == 1 or step == self.config.steps or (self.config.save_every and step % self.config.save_every == 0):
+            self.tracking.log_group(step, on_white(batch.questions[0].image), group_lines(batch.questions[0], group))
         self.progress = (step, self.progress[1] + len(batch.questions), random_state(batch.rollouts.tokens.device))
         self.touched = False
         self.tell(batch.prompts.downsized)
-        self.show_step(step, metrics)
+        tqdm.write(step_line(step, self.config.steps, metrics))
         if self.config.show_samples:
-            self.show_group(batch.questions[0], records[:batch.rewards.shape[1]])
+            tqdm.write("\n".join(f"  {line}" for line in group_lines(batch.questions[0], group)))
         if self.pending:
             raise Interrupted(self.pending)
 
@@ -283,6 +299,27 @@ class RunDir:
                             "truncated": not finished})
         return records
 
+    def save_evaluation(self, name, records, metrics):
+        """Files the answers, and in evaluations.jsonl their rates with `metrics` (time, energy)."""
+        step = int(name[5:]) if name.startswith("step-") else 0
+        rates = {f"evaluation/{key}": value["value"] if isinstance(value, dict) else value
+                 for key, value in summarize(records).items()}
+        self.append("evaluations.jsonl", [{"step": step, "evaluation": name, **rates, **metrics}])
+        with self.writing("evaluations.jsonl"):
+            sync(self.path / "evaluations.jsonl")
+        self.tracking.log(step, rates | metrics)
+        self.write_json(f"eval-{name}.json", records)  # last: where it is, the evaluation is not made again
+
+    def finish(self, before, after):
+        """Writes and prints the results of two evaluations, each of which may be None, and what the run cost."""
+        results = compare(before, after)
+        results["cost"] = run_cost(self.path, self.config.electricity_price, bool(self.gpu))
+        self.write_json("results.json", results)
+        lines = [results_table(results)] if before or after else []
+        print("\n".join([*lines, *cost_lines(results["cost"]), f"run directory: {self.path}"]))
+        self.tracking.finish()
+        return results
+
     def tell(self, lines):
         """Prints each of the lines at its first time only."""
         for line in lines:
@@ -290,30 +327,47 @@ class RunDir:
                 self.told.add(line)
                 tqdm.write(f"note: {printable(line)}")
 
-    def show_step(self, step, metrics):
-        """The step's summary line."""
-        if metrics["trainer/nonfinite"] and not metrics["train_datums"]:
-            learned = "no update: numbers that are not finite"
-        elif metrics["degenerate_fraction"] == 1.0 and not metrics["train_datums"]:
-            learned = "no update: the rewards of every group are all equal"
-        elif not metrics["train_datums"]:
-            learned = "no update: every completion that could train was cut"
-        else:
-            learned = (f"loss {metrics['trainer/loss_mean']:+.4f} grad {metrics['trainer/grad_norm']:.2f} "
-                       f"|dlogp| {metrics['trainer/dlogp_mean']:.0e}")
-        if "opd/reverse_kl_mean" in metrics:
-            learned = f"reverse KL {metrics['opd/reverse_kl_mean']:.3f} {learned}"
-        tqdm.write(f"step {step:>3}/{self.config.steps} reward {metrics['reward']:.2f} format "
-                   f"{metrics['format_rate']:.2f} same {metrics['degenerate_fraction']:.2f} tokens "
-                   f"{metrics['rollout/completion_tokens_mean']:.0f} {learned} "
-                   f"{metrics['time/sampling'] + metrics['time/learning'] + metrics['time/rest']:.1f} s")
 
-    def show_group(self, question, records):
-        """A question, its right option, and its completions with reward and advantage."""
-        tqdm.write(printable(f"  question {question.id}, right is {question.label}: {question.subject}"))
-        for record in records:
-            tqdm.write(f"    reward {record['reward']:.0f} advantage {record['advantage']:+.2f} tokens "
-                       f"{record['length']}: {printable(record['text'])}")
+def step_line(step, steps, metrics):
+    """One step at a glance, in at most 100 columns: len is the mean length in tokens, same the share of groups whose
+    rewards are all equal; a distillation, which does not use them, shows its reverse KL there."""
+    if metrics["trainer/nonfinite"] and not metrics["train_datums"]:
+        learned = "no update: numbers not finite"
+    elif metrics["degenerate_fraction"] == 1.0 and not metrics["train_datums"]:
+        learned = "no update: equal rewards everywhere"
+    elif not metrics["train_datums"]:
+        learned = "no update: every completion was cut"
+    else:
+        learned = (f"loss {short(metrics['trainer/loss_mean'], '+.4f', 7)} grad "
+                   f"{short(metrics['trainer/grad_norm'], '.2f', 5)} dlogp {metrics['trainer/dlogp_mean']:.0e}")
+    if "opd/reverse_kl_mean" in metrics:
+        groups = f"KL {short(metrics['opd/reverse_kl_mean'], '.3f', 6)}"
+    else:
+        groups = f"same {metrics['degenerate_fraction']:.2f}"
+    seconds = metrics["time/sampling"] + metrics["time/learning"] + metrics["time/rest"]
+    return (f"step {step:>3}/{steps} reward {metrics['reward']:.2f} format {metrics['format_rate']:.2f} {groups} "
+            f"len {metrics['rollout/completion_tokens_mean']:.0f} {learned} "
+            f"{short(seconds, '.1f' if seconds < 99.95 else '.0f', 5)}s")
+
+
+def short(value, form, width):
+    """A number in at most `width` characters, where need be as a power of ten."""
+    text = f"{value:{form}}"
+    return text if len(text) <= width else f"{value:.0e}"
+
+
+def group_lines(question, records):
+    """A question with its right option, and its completions with reward and advantage, a line each."""
+    return [printable(f"question {question.id}, right is {question.label}: {question.subject}")] + [
+        f"  reward {record['reward']:.0f} advantage {record['advantage']:+.2f} tokens {record['length']}: "
+        f"{printable(record['text'])}" for record in records]
+
+
+def gpu_name(device):
+    """The name of the GPU that `--device` means, or None."""
+    if device == "cpu" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_name(None if device == "auto" else device)
 
 
 def rollout_records(batch, advantages):

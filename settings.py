@@ -15,6 +15,7 @@ from packaging.version import Version
 from checkpoints import resumed_config
 from hub import UserError
 from rundir import printable
+from trackers import check_tracker
 
 
 def check_config(config, losses):
@@ -26,8 +27,9 @@ def check_config(config, losses):
                  "updates_per_rollout", "max_candidate_multiplier"):
         if getattr(config, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(config, name)}")
-    for name in ("max_samples", "tokens_per_micro_batch", "rollouts_at_once", "max_image_tokens", "test_size", "save_every", "keep_checkpoints", "max_grad_norm",
-                 "learning_rate", "eval_temperature", "kl_coef", "overlong_cache", "distill_coef", "seed"):
+    for name in ("max_samples", "tokens_per_micro_batch", "rollouts_at_once", "max_image_tokens", "test_size",
+                 "save_every", "keep_checkpoints", "max_grad_norm", "learning_rate", "eval_temperature", "kl_coef",
+                 "overlong_cache", "distill_coef", "seed", "electricity_price"):
         if not 0 <= getattr(config, name) < math.inf:
             raise UserError(f"--{name.replace('_', '-')} must be 0 or more, not {getattr(config, name)}")
     for name in ("clip_low", "clip_high"):
@@ -69,6 +71,7 @@ def check_config(config, losses):
         raise UserError("--resume continues a training: --eval-only goes with --adapter RUN/step-N")
     if (config.advantage == "opd") != bool(config.teacher_model):
         raise UserError("--advantage opd and --teacher-model go together")
+    check_tracker(config)
 
 
 def check_solutions(questions):

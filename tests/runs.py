@@ -40,7 +40,8 @@ def make_data_set(folder, rows=None):
 def flags(policy, data, output, **changes):
     """Flags of a small training, as `grpo.py` takes them."""
     values = {"base_model": policy, "dataset": data, "output_dir": output, "device": "cpu", "steps": 6, "batch_size": 2,
-              "group_size": 4, "max_tokens": 6, "lora_rank": 4, "learning_rate": 5e-2, "experiment_name": "run"}
+              "group_size": 4, "max_tokens": 6, "lora_rank": 4, "learning_rate": 5e-2, "experiment_name": "run",
+              "tokens_per_micro_batch": 1000}  # a group in one micro-batch
     return [part for name, value in (values | changes).items() for part in (f"--{name.replace('_', '-')}", str(value))]
 
 

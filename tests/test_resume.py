@@ -287,7 +287,7 @@ def when(monkeypatch, name, count, act):
 
 @pytest.mark.parametrize("phase, count, number, code", [
     ("draw", 21, signal.SIGTERM, 143), ("completion_logprobs", 6, signal.SIGINT, 130),
-    ("compare", 1, signal.SIGINT, 130)])
+    ("evaluate_policy", 2, signal.SIGINT, 130)])
 def test_a_signal_leaves_the_last_complete_step(given, tmp_path, undisturbed, monkeypatch, capsys, phase, count, number,
                                                 code):
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
@@ -296,7 +296,7 @@ def test_a_signal_leaves_the_last_complete_step(given, tmp_path, undisturbed, mo
         assert command(given(save_every=0)) == code
     printed = capsys.readouterr()
     steps = lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
-    assert steps == {"draw": 2, "completion_logprobs": 3, "compare": 6}[phase]
+    assert steps == {"draw": 2, "completion_logprobs": 3, "evaluate_policy": 6}[phase]
     assert f"stopped; to go on after step {steps}: --resume {tmp_path / 'run'}" in printed.out
     assert printed.err.count("interrupted\n") == 1 and "Traceback" not in printed.err
     assert [step for step, _ in checkpoints.checkpoint_folders(tmp_path / "run")] == [steps] and 0 < steps
@@ -569,7 +569,7 @@ def test_skipping_an_update_counts_it_and_goes_on(given, tmp_path, undisturbed, 
     rows = lines(tmp_path / "run" / "metrics.jsonl")
     assert [row["trainer/nonfinite"] for row in rows] == [0, 1, 0]
     assert [row["trainer/optimizer_steps"] for row in rows] == [1, 0, 1]
-    assert "no update: numbers that are not finite" in capsys.readouterr().out
+    assert "no update: numbers not finite" in capsys.readouterr().out
     adapters = [(tmp_path / "run" / f"step-{step}" / "adapter_model.safetensors").read_bytes() for step in (1, 2, 3)]
     assert adapters[0] == adapters[1] != adapters[2]
     for name in ("metrics.jsonl", "rollouts.jsonl"):
