@@ -28,7 +28,7 @@ CHECKED = ("adapter_model.safetensors", "adapter_config.json", "optimizer.safete
 
 # Settings that a resumed run may change: the course of the training is the same with any of them, up to rounding.
 HARMLESS = {"resume", "steps", "save_every", "keep_checkpoints", "show_samples", "on_nonfinite", "evaluate",
-            "eval_batch_size", "micro_batch_size", "activation_checkpointing"}
+            "eval_batch_size", "micro_batch_size", "activation_checkpointing", "log_token_changes"}
 
 
 class Interrupted(KeyboardInterrupt):

@@ -40,7 +40,8 @@ from geoqa import load_geoqa
 from hub import UserError
 from loading import add_lora, load_base, pick_device
 from reward import grade
-from rundir import RunDir, batch_metrics, compare, free_run_path, results_table, update_metrics
+from report import write_report
+from rundir import RunDir, batch_metrics, compare, free_run_path, results_table, token_texts, update_metrics
 from settings import check_config, check_solutions, run_command_line, with_preset
 from vision_tokens import Prompts, encode_figures, encode_prompts, join_prompts, prompt_positions, select_figures
 
@@ -112,6 +113,7 @@ class Config:
     keep_checkpoints: int = flag(0, "newest checkpoints to keep; 0: all")
     on_nonfinite: Literal["stop", "skip"] = flag("stop", "an update with NaN or infinity: stop, or leave it out")
     show_samples: bool = flag(False, "print one group of completions each step")
+    log_token_changes: int = flag(0, "groups a step whose tokens' changes by the update are kept for the report")
     experiment_name: str = flag("", "name of the run's folder; empty: the policy's name and a number")
     output_dir: str = flag("runs", "folder of the run folders")
 
@@ -462,11 +464,12 @@ def token_logprobs(head, hidden, tokens, forbidden_ids, temperature):
 
 
 @torch.no_grad()
-def frozen_logprobs(policy, prompts, rollouts, config):
-    """(B*G, T) log-probabilities of all rollouts, without gradients: of a teacher, or of the base for the KL term."""
+def frozen_logprobs(policy, prompts, rollouts, config, rows=None):
+    """(len(rows), T) log-probabilities of the rollouts `rows` (all), without gradients: of a teacher, or of the base."""
     policy.base.eval()
-    rows = torch.arange(len(rollouts.tokens), device=policy.device).split(config.micro_batch_size)
-    return torch.cat([completion_logprobs(policy, prompts, rollouts, micro) for micro in rows])
+    rows = torch.arange(len(rollouts.tokens), device=policy.device) if rows is None else rows
+    return torch.cat([completion_logprobs(policy, prompts, rollouts, micro)
+                      for micro in rows.split(config.micro_batch_size)])
 
 
 def accumulate_gradients(policy, prompts, rollouts, advantages, rows, config, base_logprobs=None):
@@ -540,6 +543,7 @@ class Batch:
     texts: list[str]  # B*G
     rewards: torch.Tensor  # (B, G), 1 for the right option
     sampling_seconds: float
+    token_changes: dict = field(default_factory=dict)  # row -> what `--log-token-changes` adds to its record
 
     @property
     def degenerate(self):
@@ -631,9 +635,25 @@ def train_step(policy, optimizer, take, config, teacher=None, progress=None):
     learned = update(policy, optimizer, batch.prompts, batch.rollouts, advantages, training_rows(batch, config), config,
                      base_logprobs)
     ended = time.perf_counter()
+    if config.log_token_changes:
+        batch.token_changes = token_changes(policy, batch, config)
     seconds = {"time/sampling": batch.sampling_seconds, "time/learning": ended - sampled,
-               "time/rest": sampled - started - batch.sampling_seconds}
+               "time/rest": time.perf_counter() - ended + sampled - started - batch.sampling_seconds}
     return batch_metrics(batch, shaped, waves) | extra | learned | seconds, batch, advantages
+
+
+def token_changes(policy, batch, config):
+    """row -> how much the update changed each token's log-probability, for `log_token_changes` groups, unequal first."""
+    groups = batch.degenerate.int().argsort(stable=True)[:config.log_token_changes]
+    rows = torch.arange(len(batch.texts)).view(batch.rewards.shape)[groups].flatten()
+    rollouts, found = batch.rollouts, {}
+    after = frozen_logprobs(policy, batch.prompts, rollouts, config, rows.to(policy.device))
+    changes = (after - rollouts.logprobs[rows]).tolist()
+    for row, change, tokens, length in zip(rows.tolist(), changes, rollouts.tokens[rows].tolist(),
+                                           rollouts.lengths[rows].tolist()):
+        found[row] = {"token_changes": [round(value, 4) for value in change[:length]],
+                      "token_texts": token_texts(policy.tokenizer, tokens[:length])}
+    return found
 
 
 def completion_texts(policy, rollouts):
@@ -664,12 +684,14 @@ def train(config):
                 run.save_step(step, metrics, batch, advantages)
                 if step == config.steps or (config.save_every and step % config.save_every == 0):
                     run.checkpoint()
+                    write_report(run.path)
                 bar.update()
         if config.evaluate:
             after = evaluate_policy(policy, test_questions, config, run, f"step-{config.steps}")
             results = compare(before, after)
             run.write_json("results.json", results)
             print(results_table(results))
+        write_report(run.path)
     print(f"run directory: {run.path}")
     return run.path
 
@@ -749,6 +771,7 @@ def evaluate(config):
     results = compare(None, records) if config.adapter else compare(records, None)
     run.write_json("results.json", results)
     print(results_table(results))
+    write_report(run.path)
     print(f"run directory: {run.path}")
     return results
 

@@ -27,7 +27,8 @@ def check_config(config, losses):
         if getattr(config, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(config, name)}")
     for name in ("max_samples", "max_image_tokens", "test_size", "save_every", "keep_checkpoints", "max_grad_norm",
-                 "learning_rate", "eval_temperature", "kl_coef", "overlong_cache", "distill_coef", "seed"):
+                 "learning_rate", "eval_temperature", "kl_coef", "overlong_cache", "distill_coef", "seed",
+                 "log_token_changes"):
         if not 0 <= getattr(config, name) < math.inf:
             raise UserError(f"--{name.replace('_', '-')} must be 0 or more, not {getattr(config, name)}")
     for name in ("clip_low", "clip_high"):
