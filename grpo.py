@@ -465,7 +465,7 @@ def token_logprobs(head, hidden, tokens, forbidden_ids, temperature):
 
 @torch.no_grad()
 def frozen_logprobs(policy, prompts, rollouts, config, rows=None):
-    """(len(rows), T) log-probabilities of the rollouts `rows` (all), without gradients: of a teacher, or of the base."""
+    """(len(rows), T) log-probabilities of rollouts (all, or `rows`) without gradients: of a teacher, or of the base."""
     policy.base.eval()
     rows = torch.arange(len(rollouts.tokens), device=policy.device) if rows is None else rows
     return torch.cat([completion_logprobs(policy, prompts, rollouts, micro)
@@ -643,7 +643,7 @@ def train_step(policy, optimizer, take, config, teacher=None, progress=None):
 
 
 def token_changes(policy, batch, config):
-    """row -> how much the update changed each token's log-probability, for `log_token_changes` groups, unequal first."""
+    """row -> its tokens' log-probabilities after the update minus before: `log_token_changes` groups, unequal first."""
     groups = batch.degenerate.int().argsort(stable=True)[:config.log_token_changes]
     rows = torch.arange(len(batch.texts)).view(batch.rewards.shape)[groups].flatten()
     rollouts, found = batch.rollouts, {}

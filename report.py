@@ -234,16 +234,22 @@ def read_run(path):
     config = read_json(path / "config.json", notes)
     metrics = read_metrics(path, notes)
     evaluations = read_evaluations(path, notes)
-    later = [rows for _, step, rows in evaluations if step]
-    start = next((rows for _, step, rows in evaluations if step == 0), None)
-    results = read_results(path, start, later[-1] if later else None, notes)
-    if not isinstance(config, dict) and not metrics and not evaluations and not results:
-        raise UserError(f"{path} is no run directory: nothing to show in config.json, metrics.jsonl, eval-*.json or "
-                        "results.json")
-    return {"name": path.resolve().name, "notes": notes, "config": config if isinstance(config, dict) else {},
-            "metrics": metrics, "results": results,
+    before = next((rows for _, step, rows in evaluations if step == 0), None)
+    after = next((rows for _, step, rows in reversed(evaluations) if step), None)
+    if not isinstance(config, dict):
+        config = {}
+    if config.get("eval_only") and config.get("adapter"):
+        before, after = None, before
+    results = read_results(path, before, after, notes)
+    if not (config or metrics or evaluations or results or notes[:1] != ["config.json is missing"]):
+        raise UserError(f"{path} is no run directory: config.json, metrics.jsonl, eval-*.json and results.json are "
+                        "missing or damaged")
+    for side, rows, name in (("before", before, "eval-base.json"), ("after", after, "eval-step-N.json")):
+        if results and results[side] and not rows:
+            notes.append(f"{name} is missing: no answers {side} training to show")
+    return {"name": path.resolve().name, "notes": notes, "config": config, "metrics": metrics, "results": results,
             "evaluations": [{"name": name, "step": step, **summarize(rows)} for name, step, rows in evaluations]}, (
-                start, later[-1] if later else None)
+                before, after)
 
 
 def run_blocks(path):
@@ -293,7 +299,8 @@ def to_json(value):
 
 def write_page(path, blocks):
     """Puts the blocks into the template. No `<` in them: nothing there can end its block or begin another."""
-    parts = "\n".join('<script type="application/json" id="json-{}">{}</script>'.format(name, block.replace("<", "\\u003c"))
+    blocks = {name: block.replace("<", "\\u003c") for name, block in blocks.items()}
+    parts = "\n".join(f'<script type="application/json" id="json-{name}">{block}</script>'
                       for name, block in blocks.items())
     page = TEMPLATE.read_text(encoding="utf-8").replace("<!-- data -->", parts, 1)
     write_whole(path, page.encode("utf-8", errors="replace"))  # a lone surrogate becomes ?
