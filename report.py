@@ -217,7 +217,7 @@ def figure_data(path):
             image = image.convert("RGB")
         image.thumbnail((FIGURE_SIZE, FIGURE_SIZE))
         encoded = io.BytesIO()
-        image.save(encoded, "WEBP", quality=50)
+        image.save(encoded, "WEBP", quality=50, method=2)  # a third faster than the default, hardly larger
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None
     return f"data:image/webp;base64,{base64.b64encode(encoded.getvalue()).decode('ascii')}"
@@ -283,6 +283,8 @@ def compare_blocks(paths):
     flat = [{key: value for key, value in run["config"].items() if key != "versions"}
             | {f"version of {key}": value for key, value in (run["config"].get("versions") or {}).items()}
             for run in runs]
+    for settings in flat:
+        settings.pop("experiment_name", None)  # the pages name the runs by their folders
     names = dict.fromkeys(key for settings in flat for key in settings)
     differing = [[name, *(settings.get(name) for settings in flat)] for name in names
                  if any(settings.get(name) != flat[0].get(name) for settings in flat)]

@@ -310,10 +310,15 @@ def test_the_page_in_a_browser(copy, capsys):
         out.shaded = document.querySelectorAll("#group .token").length;
         $("#shade").click();
         out.unshaded = document.querySelectorAll("#group .token").length;
+        const svg = $(".chart svg"), box = svg.getBoundingClientRect();
+        svg.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + box.width / 2, clientY: box.top + 9}));
+        out.hover = $(".chart .legend").textContent;
         out.answers = document.querySelectorAll(".question").length;
         for (const fold of document.querySelectorAll("details")) fold.open = true;
         out.accuracy = $(".big").textContent;
         """)
+    reward = first["reward"]
+    assert re.fullmatch(rf"reward {reward:.1%}step 1[3-6]".replace("%", " %"), out["hover"])
     assert out["curves"] == [30] * 6 and out["steps"] == list(range(1, STEPS + 1))
     questions = {row["figure"]: row["question"] for row in lines(copy / "questions.jsonl") if row["split"] == "train"}
     rollouts = lines(copy / "rollouts.jsonl")
