@@ -280,6 +280,9 @@ def compare_blocks(paths):
     """Run directories -> (the JSON blocks of a page that compares them, notes). Raises UserError."""
     loaded = [read_run(Path(path)) for path in paths]
     runs = [run for run, _ in loaded]
+    if len({run["name"] for run in runs}) < len(runs):
+        for run, path in zip(runs, paths):
+            run["name"] = str(path)
     flat = [{key: value for key, value in run["config"].items() if key != "versions"}
             | {f"version of {key}": value for key, value in (run["config"].get("versions") or {}).items()}
             for run in runs]

@@ -18,4 +18,4 @@ picture() {  # NAME HEIGHT PART-OF-THE-PAGE; in a frame, since a page that is sc
 
 python "$docs/../report.py" "$run"
 picture report 1140 ''
-picture rollouts 610 '#group=9'
+picture rollouts 630 '#group=9'

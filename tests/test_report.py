@@ -238,6 +238,7 @@ def test_comparing_runs(run, copy, capsys, tmp_path):
     code, out, err = make(capsys, run, copy, "--output", tmp_path / "both.html")
     assert code == 0 and out == f"{tmp_path / 'both.html'}\n" and err == ""
     data = blocks(tmp_path / "both.html")["data"]
+    assert [each["name"] for each in data["runs"]] == [str(run), str(copy)]  # folders of one name
     assert data["differing"] == [["loss_fn", "importance_sampling", "mine"]]
     assert [each["results"]["after"] for each in data["runs"]] == [
         json.loads((run / "results.json").read_text())["after"]] * 2
@@ -358,7 +359,7 @@ def test_hostile_text_on_a_phone(copy):
 
 def test_partial_runs_and_comparisons_in_a_browser(run, copy, capsys):
     make(capsys, run, copy, "--output", copy / "compare.html")
-    out = browse(copy / "compare.html", "out.curves = document.querySelectorAll('polyline.raw[data-name=run]').length")
+    out = browse(copy / "compare.html", "out.curves = document.querySelectorAll('polyline.raw[data-name$=run]').length")
     assert out["curves"] >= 2 * 10
     for name in ("results.json", "questions.jsonl", f"eval-step-{STEPS}.json", "config.json"):
         (copy / name).unlink()
