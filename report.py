@@ -50,9 +50,14 @@ def write_report(path):
 def parse(text):
     """JSON -> its value, NaN and infinities, which browsers do not read, as None. ValueError where it is damaged."""
     try:
-        return json.loads(text, parse_constant=lambda name: None)
+        return json.loads(text, parse_constant=lambda name: None, parse_float=finite)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+def finite(digits):
+    value = float(digits)
+    return value if math.isfinite(value) else None  # 1e999
 
 
 def fits(row, fields):
@@ -283,11 +288,12 @@ def compare_blocks(paths):
     if len({run["name"] for run in runs}) < len(runs):
         for run, path in zip(runs, paths):
             run["name"] = str(path)
-    flat = [{key: value for key, value in run["config"].items() if key != "versions"}
-            | {f"version of {key}": value for key, value in (run["config"].get("versions") or {}).items()}
-            for run in runs]
-    for settings in flat:
-        settings.pop("experiment_name", None)  # the pages name the runs by their folders
+    flat = []
+    for run in runs:
+        settings = {key: value for key, value in run["config"].items() if key != "experiment_name"}  # the folder's name
+        versions = settings.pop("versions", None)
+        versions = versions if isinstance(versions, dict) else {}
+        flat.append(settings | {f"version of {name}": version for name, version in versions.items()})
     names = dict.fromkeys(key for settings in flat for key in settings)
     differing = [[name, *(settings.get(name) for settings in flat)] for name in names
                  if any(settings.get(name) != flat[0].get(name) for settings in flat)]

@@ -161,6 +161,7 @@ def test_every_file_may_be_missing_or_damaged(copy, capsys):
         file = copy / name
         whole = file.read_bytes()
         for damaged in (None, b"", whole[:len(whole) // 2], b"\xff\x00{", b"null\n", b"[]\n", b"{}\n", b"[" * 100_000,
+                        whole.replace(b": 0", b": 1e999").replace(b": 1", b": -1e999"),
                         whole.replace(b": 1", b": NaN").replace(b'": "', b'": ["x"], "y": "')):
             file.unlink(missing_ok=True)
             if damaged is not None:
