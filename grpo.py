@@ -39,8 +39,8 @@ from checkpoints import NonFinite, nonfinite_record
 from geoqa import load_geoqa
 from hub import UserError
 from loading import add_lora, load_base, pick_device
-from reward import grade
 from report import write_report
+from reward import grade
 from rundir import RunDir, batch_metrics, compare, free_run_path, results_table, token_texts, update_metrics
 from settings import check_config, check_solutions, run_command_line, with_preset
 from vision_tokens import Prompts, encode_figures, encode_prompts, join_prompts, prompt_positions, select_figures

@@ -38,6 +38,7 @@ ANSWER = {"question": ID, "gold": str, "choice": LETTER, "lenient_choice": LETTE
 
 def write_report(path):
     """Writes `report.html` into a run directory. Never raises: a training must not end because of its page."""
+    path = Path(path)
     try:
         write_page(path / "report.html", run_blocks(path)[0])
     except Exception as error:
