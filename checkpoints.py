@@ -28,8 +28,8 @@ CHECKED = ("adapter_model.safetensors", "adapter_config.json", "optimizer.safete
 
 # Settings that a resumed run may change: the course of the training is the same with any of them, up to rounding.
 HARMLESS = {"resume", "steps", "save_every", "keep_checkpoints", "show_samples", "on_nonfinite", "evaluate",
-            "eval_batch_size", "tokens_per_micro_batch", "fused_kernels", "activation_checkpointing", "electricity_price",
-            "tracker", "swanlab_mode", "swanlab_project"}
+            "eval_batch_size", "tokens_per_micro_batch", "fused_kernels", "activation_checkpointing",
+            "electricity_price", "tracker", "swanlab_mode", "swanlab_project", "log_token_changes"}
 
 
 class Interrupted(KeyboardInterrupt):

@@ -42,8 +42,9 @@ from hub import UserError
 from kv_cache import join_caches
 from loading import add_lora, checkpoints_activations, kernels_line, load_base, pick_device
 from plan import fit_memory, memory_phase, plan_text
+from report import write_report
 from reward import grade
-from rundir import RunDir, batch_metrics, free_run_path, update_metrics
+from rundir import RunDir, batch_metrics, free_run_path, token_texts, update_metrics
 from settings import check_config, check_solutions, run_command_line, with_preset
 from trackers import PROJECT
 from vision_tokens import Prompts, encode_figures, encode_prompts, join_prompts, prompt_positions, select_figures
@@ -122,6 +123,7 @@ class Config:
     keep_checkpoints: int = flag(0, "newest checkpoints to keep; 0: all")
     on_nonfinite: Literal["stop", "skip"] = flag("stop", "an update with NaN or infinity: stop, or leave it out")
     show_samples: bool = flag(False, "print one group of completions each step")
+    log_token_changes: int = flag(0, "groups a step whose tokens' changes by the update are kept for the report")
     experiment_name: str = flag("", "name of the run's folder; empty: the policy's name and a number")
     tracker: Literal["none", "swanlab", "tensorboard", "wandb"] = flag("none", "program that also gets the metrics")
     swanlab_mode: Literal["cloud", "local", "offline", "disabled"] = flag("cloud", "where SwanLab keeps them")
@@ -499,13 +501,14 @@ def token_logprobs(head, hidden, tokens, forbidden_ids, temperature):
 
 @memory_phase("learning", "--tokens-per-micro-batch")
 @torch.no_grad()
-def frozen_logprobs(policy, prompts, rollouts, config):
-    """(B*G, T) log-probabilities of all rollouts, without gradients: of a teacher, or of the base for the KL term."""
+def frozen_logprobs(policy, prompts, rollouts, config, rows=None):
+    """(len(rows), T) log-probabilities of rollouts (all, or `rows`) without gradients: of a teacher, or of the base."""
     policy.base.eval()
+    rows = torch.arange(len(rollouts.tokens), device=policy.device) if rows is None else rows
     found = torch.zeros_like(rollouts.logprobs)
-    for micro in micro_batches(prompts, rollouts, torch.arange(len(found), device=policy.device), config):
+    for micro in micro_batches(prompts, rollouts, rows, config):
         found[micro] = completion_logprobs(policy, prompts, rollouts, micro)
-    return found
+    return found[rows]
 
 
 def micro_batches(prompts, rollouts, rows, config):
@@ -597,6 +600,7 @@ class Batch:
     texts: list[str]  # B*G
     rewards: torch.Tensor  # (B, G), 1 for the right option
     sampling_seconds: float
+    token_changes: dict = field(default_factory=dict)  # row -> what `--log-token-changes` adds to its record
 
     @property
     def degenerate(self):
@@ -687,11 +691,26 @@ def train_step(policy, optimizer, take, config, teacher=None, progress=None):
         extra["trainer/base_kl_k1"] = (batch.rollouts.logprobs - base_logprobs)[batch.rollouts.mask].mean().item()
     learned = update(policy, optimizer, batch.prompts, batch.rollouts, advantages, training_rows(batch, config), config,
                      base_logprobs)
-    ended = time.perf_counter()
+    ended, energy = time.perf_counter(), step_energy(joules, sampled_joules, gpu_joules(policy.device))
+    if config.log_token_changes:
+        batch.token_changes = token_changes(policy, batch, config)
     seconds = {"time/sampling": batch.sampling_seconds, "time/learning": ended - sampled,
-               "time/rest": sampled - started - batch.sampling_seconds}
-    energy = step_energy(joules, sampled_joules, gpu_joules(policy.device))
+               "time/rest": time.perf_counter() - ended + sampled - started - batch.sampling_seconds}
     return batch_metrics(batch, shaped, waves) | extra | learned | seconds | energy, batch, advantages
+
+
+def token_changes(policy, batch, config):
+    """row -> its tokens' log-probabilities after the update minus before: `log_token_changes` groups, unequal first."""
+    groups = batch.degenerate.int().argsort(stable=True)[:config.log_token_changes]
+    rows = torch.arange(len(batch.texts)).view(batch.rewards.shape)[groups].flatten()
+    rollouts, found = batch.rollouts, {}
+    after = frozen_logprobs(policy, batch.prompts, rollouts, config, rows.to(policy.device))
+    changes = (after - rollouts.logprobs[rows]).tolist()
+    for row, change, tokens, length in zip(rows.tolist(), changes, rollouts.tokens[rows].tolist(),
+                                           rollouts.lengths[rows].tolist()):
+        found[row] = {"token_changes": [round(value, 4) for value in change[:length]],
+                      "token_texts": token_texts(policy.tokenizer, tokens[:length])}
+    return found
 
 
 def completion_texts(policy, rollouts):
@@ -722,10 +741,12 @@ def train(config):
                 run.save_step(step, metrics, batch, advantages)
                 if step == config.steps or (config.save_every and step % config.save_every == 0):
                     run.checkpoint()
+                    write_report(run.path)
                 bar.update()
         end = f"step-{config.steps}"
         after = evaluate_policy(policy, test_questions, config, run, end) if config.evaluate else None
         run.finish(before, after)
+    write_report(run.path)
     return run.path
 
 
@@ -803,7 +824,9 @@ def evaluate(config):
     config = dataclasses.replace(config)  # prepare completes it
     run, policy, _, _, questions = prepare(config, with_train=False)
     records = evaluate_policy(policy, questions, config, run, "adapter" if config.adapter else "base")
-    return run.finish(None, records) if config.adapter else run.finish(records, None)
+    results = run.finish(None, records) if config.adapter else run.finish(records, None)
+    write_report(run.path)
+    return results
 
 
 def main(config):

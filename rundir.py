@@ -3,10 +3,11 @@
     runs/NAME/config.json        settings, resolved revisions, versions
               metrics.jsonl      one line a step
               rollouts.jsonl     one line a completion
-              questions.jsonl    each question used, once; its figure under figures/
+              questions.jsonl    each question used, once, with its split; its figure under figures/
               step-25/ ...       checkpoints, each a LoRA adapter in PEFT's format; see checkpoints.py
               eval-base.json, eval-step-100.json, results.json
               evaluations.jsonl  one line an evaluation: its rates, time and energy
+              report.html        all of this to look at; see report.py
               nonfinite-step-7.json    a batch that gave NaN or infinite numbers
               lock               held by the process that trains
 """
@@ -153,7 +154,7 @@ class RunDir:
         """A line of questions.jsonl, if its figure is there, as stored."""
         if not (self.path / row["figure"]).is_file():
             return False
-        self.stored[row["question"], row["subject"]] = row["figure"]
+        self.stored[row.get("split"), row["question"]] = row["figure"]
         return True
 
     def restore(self, policy, optimizer):
@@ -256,7 +257,7 @@ class RunDir:
     def save_step(self, step, metrics, batch, advantages):
         """Files the step, now complete, and prints its line. `batch` is a grpo.Batch, `advantages` (B*G, T)."""
         for question in batch.questions:
-            self.store_question(question)
+            self.store_question(question, "train")
         records = rollout_records(batch, advantages)
         self.append("rollouts.jsonl", ({"step": step, **record} for record in records))
         self.append("metrics.jsonl", [{"step": step, **metrics}])
@@ -273,18 +274,18 @@ class RunDir:
         if self.pending:
             raise Interrupted(self.pending)
 
-    def store_question(self, question):
+    def store_question(self, question, split):
         """Question and figure, at first use only."""
-        key = (question.id, question.subject)  # ids are unique within a split, not across
+        key = (split, question.id)  # ids are unique within a split, not across
         if key in self.stored:
             return
         figure, encoded = f"figures/{len(self.stored) + 1:05d}.png", io.BytesIO()
         on_white(question.image).save(encoded, "PNG")
         with self.writing(figure):
             (self.path / figure).write_bytes(encoded.getvalue())
-        self.append("questions.jsonl", [{"question": question.id, "figure": figure, "subject": question.subject,
-                                         "choices": list(question.choices), "label": question.label,
-                                         "answer": question.answer}])
+        self.append("questions.jsonl", [{"question": question.id, "split": split, "figure": figure,
+                                         "subject": question.subject, "choices": list(question.choices),
+                                         "label": question.label, "answer": question.answer}])
         self.unsynced.add(figure)
         self.stored[key] = figure
 
@@ -293,7 +294,7 @@ class RunDir:
         records = []
         for question, text, length, finished in zip(questions, texts, rollouts.lengths.tolist(),
                                                     rollouts.finished.tolist(), strict=True):
-            self.store_question(question)
+            self.store_question(question, self.config.eval_split)
             records.append({"question": question.id, "gold": question.label, "choice": extract_choice(text),
                             "lenient_choice": extract_choice(text, lenient=True), "text": text, "tokens": length,
                             "truncated": not finished})
@@ -377,8 +378,19 @@ def rollout_records(batch, advantages):
     columns = (rollouts.tokens, rollouts.lengths, rollouts.finished, batch.rewards.flatten(), advantages)
     return [{"question": batch.questions[i // group_size].id, "tokens": tokens[:length], "text": batch.texts[i],
              "choice": extract_choice(batch.texts[i]), "reward": reward, "advantage": advantage, "length": length,
-             "truncated": not finished}
+             "truncated": not finished, **batch.token_changes.get(i, {})}
             for i, (tokens, length, finished, reward, advantage) in enumerate(zip(*(c.tolist() for c in columns)))]
+
+
+def token_texts(tokenizer, tokens):
+    """Token ids -> the text that each one adds; a character of several tokens is its last one's. Special tokens: ""."""
+    texts, first = [], 0
+    for end in range(1, len(tokens) + 1):
+        text = tokenizer.decode(tokens[first:end], skip_special_tokens=True)
+        whole = not text.endswith("\N{REPLACEMENT CHARACTER}") or end == len(tokens)
+        texts.append(text if whole else "")
+        first = end if whole else first
+    return texts
 
 
 def batch_metrics(batch, shaped_rewards, waves):

@@ -29,7 +29,7 @@ def check_config(config, losses):
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(config, name)}")
     for name in ("max_samples", "tokens_per_micro_batch", "rollouts_at_once", "max_image_tokens", "test_size",
                  "save_every", "keep_checkpoints", "max_grad_norm", "learning_rate", "eval_temperature", "kl_coef",
-                 "overlong_cache", "distill_coef", "seed", "electricity_price"):
+                 "overlong_cache", "distill_coef", "seed", "electricity_price", "log_token_changes"):
         if not 0 <= getattr(config, name) < math.inf:
             raise UserError(f"--{name.replace('_', '-')} must be 0 or more, not {getattr(config, name)}")
     for name in ("clip_low", "clip_high"):
