@@ -193,8 +193,8 @@ class Skeleton:
 
     def forward(self, rows, width, cached=0, **inputs):
         """The language model on `rows` rows of `width` new tokens behind `cached` old ones -> last hidden states."""
-        mask = torch.ones(rows, 1, width, cached + width, dtype=torch.bool)
-        if "linear_attention" in self.kinds:
+        mask = torch.ones(rows, 1, width, cached + width, dtype=torch.bool) if "cache" in inputs else None
+        if mask is not None and "linear_attention" in self.kinds:
             mask = {"full_attention": mask, "linear_attention": None if width == 1 else mask[:, 0, 0]}
         return self.text(inputs_embeds=self.text.embed_tokens(torch.zeros(rows, width, dtype=torch.long)),
                          attention_mask=mask, position_ids=torch.zeros(3, rows, width, dtype=torch.long),
