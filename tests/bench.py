@@ -3,7 +3,7 @@
     python -m venv runs/trl                                    # TRL lives in its own environment
     runs/trl/bin/pip install torch==2.13.0                     # first, and the version that is here
     runs/trl/bin/pip install transformers==5.24.0 trl peft datasets accelerate pillow
-    python tests/bench.py                                      # about 10 minutes; --quick: one step each
+    python tests/bench.py                                      # minutes; --quick: one step of each side
 
 pytest does not collect this file. The parent makes a model folder, then starts one process for each row of the table
 and lets them take steps in turn, never two at once. Both sides do this work in a step:
@@ -17,8 +17,9 @@ and lets them take steps in turn, never two at once. Both sides do this work in 
     and torch.set_num_threads. OpenMP threads sleep while they wait, so that the idle process disturbs nothing.
 
 What is not the same, and whom it helps:
- - `sampling` is the call that turns encoded prompts into tokens; ours also decodes them to text, and finds the
-   log-probability and the entropy of each token there. TRL computes the entropy in its learner.
+ - Sampling is the call that turns encoded prompts into tokens: `grpo.sample` and `GRPOTrainer._generate_single_turn`.
+   Ours finds the log-probability and the entropy of each token there; TRL does both in its learner. Learning is
+   `grpo.update`, and the whole of TRL's step without generating and scoring. The rest, encoding and rewards, is small.
  - Ours shares prefill and figures within a group, drops rows that have finished, sorts rows by length before it cuts
    micro-batches, and takes the loss from the sampler's log-probabilities. These are the differences to be measured.
    Stock TRL pads every micro-batch to the longest completion of the step.
@@ -27,7 +28,7 @@ What is not the same, and whom it helps:
  - Qwen3.5's video processor needs torchvision, so TRL gets the family's processor without it. No question has a video.
  - vLLM, Liger and the flash-attention kernels need a GPU; TRL's continuous batching takes no images.
  - Memory is resident memory of the process: its peak in the measured steps, and that above what was there before the
-   first step.
+   first step. Beside seconds stand CPU seconds of all threads: they say more where other programs share the cores.
 """
 
 import argparse
@@ -67,10 +68,10 @@ def make_model(folder, questions):
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
-    text = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 8,
+    text = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 576, "num_hidden_layers": 8,
             "full_attention_interval": 4, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64,
-            "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_key_heads": 3,
-            "linear_num_value_heads": 6, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+            "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": True,
             "eos_token_id": ids["<|endoftext|>"],
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [3, 3, 2],
                                 "mrope_interleaved": True, "partial_rotary_factor": 0.25}}
@@ -123,32 +124,37 @@ def load_questions(dataset):
 
 
 class Meter:
-    """Seconds in wrapped calls, figures through the vision tower, resident memory. Reads `/proc`: Linux only."""
+    """What one step took: seconds and CPU seconds of its parts, figures, tokens, memory. Reads `/proc`: Linux only."""
 
     def __init__(self, model):
-        self.seconds, self.figures, self.lengths = {}, 0, []
         model.model.visual.register_forward_pre_hook(self.count_figures, with_kwargs=True)
 
     def count_figures(self, module, arguments, keywords):
         self.figures += len(keywords["grid_thw"] if "grid_thw" in keywords else arguments[1])
 
-    def timed(self, name, function):
+    def timed(self, part, function):
+        """`function`, its seconds and CPU seconds (of all threads) added to those of `part`."""
         def wrapper(*arguments, **keywords):
-            started = time.perf_counter()
+            wall, cpu = time.perf_counter(), time.process_time()
             result = function(*arguments, **keywords)
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+            self.add(part, time.perf_counter() - wall, time.process_time() - cpu)
             return result
         return wrapper
 
-    def start(self):
-        self.seconds, self.figures, self.lengths = {}, 0, []
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew at the present size
-        self.started = time.perf_counter()
+    def add(self, part, wall, cpu):
+        self.step[part] = self.step.get(part, 0.0) + wall
+        self.step[f"{part} cpu"] = self.step.get(f"{part} cpu", 0.0) + cpu
 
-    def stop(self, sampling, learning):
-        return {"step": time.perf_counter() - self.started, "sampling": sampling, "learning": learning,
-                "tokens": sum(self.lengths), "mean length": sum(self.lengths) / len(self.lengths),
-                "figures": self.figures, "peak": resident("VmHWM")}
+    def start(self):
+        self.step, self.figures = {}, 0
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew at the present size
+        self.started = time.perf_counter(), time.process_time()
+
+    def stop(self, lengths, prompt_lengths):
+        self.add("step", time.perf_counter() - self.started[0], time.process_time() - self.started[1])
+        return self.step | {"rows": len(lengths), "tokens": sum(lengths), "length": statistics.mean(lengths),
+                            "prompt": statistics.mean(prompt_lengths), "figures": self.figures,
+                            "peak": resident("VmHWM")}
 
 
 def resident(name):
@@ -157,22 +163,12 @@ def resident(name):
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
 
 
-class Turns:
-    """The worker's end of the two pipes: waits to be called, answers in JSON. All other output goes to stderr."""
-
-    def __init__(self):
-        self.out = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)
-
-    def wait(self):
-        """True when the next step is due, False at the end."""
-        return sys.stdin.readline().strip() == "step"
-
-    def send(self, message):
-        print(json.dumps(message), file=self.out, flush=True)
+def step_is_due():
+    """Waits for the parent. False at the end."""
+    return sys.stdin.readline().strip() == "step"
 
 
-def our_worker(options, turns):
+def our_worker(options, send):
     """Steps of grpo.py, `options.rows` rows in a micro-batch."""
     import torch
 
@@ -189,16 +185,16 @@ def our_worker(options, turns):
     order, rewards = itertools.cycle(load_questions(options.dataset)), itertools.cycle([1.0, 0.0])
     grpo.grade = lambda text, label: next(rewards)
     meter = Meter(policy.base)
-    turns.send({"loaded": resident("VmRSS"), "trained": sum(p.numel() for p in policy.parameters())})
-    while turns.wait():
+    grpo.sample, grpo.update = meter.timed("sampling", grpo.sample), meter.timed("learning", grpo.update)
+    send({"loaded": resident("VmRSS"), "trained": sum(p.numel() for p in policy.parameters())})
+    while step_is_due():
         meter.start()
-        metrics, batch, _ = grpo.train_step(policy, optimizer, lambda n: list(itertools.islice(order, n)), config)
-        meter.lengths = batch.rollouts.lengths.tolist()
-        turns.send(meter.stop(metrics["time/sampling"], metrics["time/learning"])
-                   | {"prompt": float(batch.prompts.attention_mask.sum(1).float().mean()), "rows": len(meter.lengths)})
+        _, batch, _ = grpo.train_step(policy, optimizer, lambda n: list(itertools.islice(order, n)), config)
+        prompt_lengths = batch.prompts.attention_mask.sum(1).repeat_interleave(GROUP).tolist()
+        send(meter.stop(batch.rollouts.lengths.tolist(), prompt_lengths))
 
 
-def trl_worker(options, turns):
+def trl_worker(options, send):
     """Steps of trl.GRPOTrainer, `options.rows` rows in a micro-batch."""
     import torch
     from datasets import Dataset
@@ -220,21 +216,23 @@ def trl_worker(options, turns):
     processor = FigureProcessor(image_processor, tokenizer, chat_template=tokenizer.chat_template)
     model = Qwen3_5ForConditionalGeneration.from_pretrained(options.model, dtype=torch.float32)
     bias_output_head(model, tokenizer)
-    meter, prompt_lengths = Meter(model), []
+    meter, lengths, prompt_lengths = Meter(model), [], []
     questions = load_questions(options.dataset)
     dataset = Dataset.from_list([{"image": question.image, "prompt": [{"role": "user", "content": [
         {"type": "text", "text": format_question(question)}, {"type": "image"}]}]} for question in questions])
 
     class InTurn(TrainerCallback):
         def on_step_begin(self, args, state, control, **_):
-            if not turns.wait():
-                os._exit(0)
-            meter.start()
+            if step_is_due():
+                meter.start()
+            else:
+                os._exit(0)  # a stop by `control` would still take this step
 
         def on_step_end(self, args, state, control, **_):
-            whole = meter.stop(meter.seconds["generate"], 0.0)
-            turns.send(whole | {"learning": whole["step"] - meter.seconds["generate and score"],
-                                "prompt": statistics.mean(prompt_lengths), "rows": len(meter.lengths)})
+            step = meter.stop(lengths, prompt_lengths)
+            for clock in ("", " cpu"):
+                step[f"learning{clock}"] = step[f"step{clock}"] - step.pop(f"generate and score{clock}")
+            send(step)
 
     accumulate = ROWS // options.rows
     trainer = GRPOTrainer(
@@ -252,15 +250,15 @@ def trl_worker(options, turns):
     generate = trainer._generate_single_turn
 
     def single_turn(prompt_ids, *arguments, **keywords):
-        completions, logprobs = meter.timed("generate", generate)(prompt_ids, *arguments, **keywords)
+        completions, logprobs = meter.timed("sampling", generate)(prompt_ids, *arguments, **keywords)
         prompt_lengths[:] = map(len, prompt_ids)
-        meter.lengths = [len(completion) for completion in completions]
+        lengths[:] = map(len, completions)
         return completions, logprobs
 
     trainer._generate_single_turn = single_turn
     trainer._generate_and_score_completions = meter.timed(
         "generate and score", trainer._generate_and_score_completions)
-    turns.send({"loaded": resident("VmRSS"),
+    send({"loaded": resident("VmRSS"),
                 "trained": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)})
     trainer.train()
 
@@ -271,46 +269,47 @@ def trl_worker(options, turns):
 class Worker:
     """A process that takes steps when asked; `side` is "ours" or "trl"."""
 
-    def __init__(self, name, side, python, rows, model, dataset, threads):
-        self.name, self.steps = name, []
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE",
+    def __init__(self, side, rows, model, dataset, options):
+        self.name, self.steps = f"{'ours' if side == 'ours' else 'TRL'}, {rows} rows", []
+        environment = os.environ | {"OMP_NUM_THREADS": str(options.threads), "OMP_WAIT_POLICY": "PASSIVE",
                                     "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         self.process = subprocess.Popen(
-            [python, __file__, "--worker", side, "--rows", str(rows), "--model", model, "--dataset", dataset,
-             "--threads", str(threads)], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            [sys.executable if side == "ours" else options.trl_python, __file__, "--worker", side, "--rows", str(rows),
+             "--model", model, "--dataset", dataset, "--threads", str(options.threads)],
+            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.start = self.read()
 
     def read(self):
         line = self.process.stdout.readline()
-        if not line:
-            sys.exit(f"error: the worker {self.name} stopped, see above")
-        return json.loads(line)
+        return json.loads(line) if line else sys.exit(f"error: {self.name} stopped, see above")
 
     def step(self):
         print("step", file=self.process.stdin, flush=True)
-        self.steps.append(self.read())
-        return self.steps[-1]
-
-    def close(self):
-        self.process.stdin.close()
-        self.process.wait()
-
-    def median(self, key):
-        return statistics.median(step[key] for step in self.steps)
+        step = self.read()
+        if step["rows"] != ROWS:
+            sys.exit(f"error: {self.name} drew {step['rows']} completions instead of {ROWS}")
+        self.steps.append(step | {"above": step["peak"] - self.start["loaded"]})
+        return step
 
 
-def row(worker, ours):
-    step, sampling = worker.median("step"), worker.median("sampling")
-    rates = [statistics.median(s["tokens"] / s[part] for s in worker.steps) for part in ("step", "sampling")]
-    peak = max(s["peak"] for s in worker.steps)
-    return [worker.name, f"{step:.2f}", f"{sampling:.2f}", f"{worker.median('learning'):.2f}", f"{rates[0]:.0f}",
-            f"{rates[1]:.0f}", f"{peak:.0f}", f"{peak - worker.start['loaded']:.0f}",
-            f"{worker.median('figures'):.0f}", f"{statistics.mean(s['mean length'] for s in worker.steps):.1f}",
-            *(f"{worker.median(part) / ours.median(part):.2f}" for part in ("step", "sampling", "learning"))]
+QUANTITIES = {  # of a step
+    "seconds": lambda step: step["step"], "of it sampling": lambda step: step["sampling"],
+    "of it learning": lambda step: step["learning"], "CPU seconds": lambda step: step["step cpu"],
+    "of them sampling": lambda step: step["sampling cpu"], "of them learning": lambda step: step["learning cpu"],
+    "completion tokens a second": lambda step: step["tokens"] / step["step"],
+    "the same while sampling": lambda step: step["tokens"] / step["sampling"],
+    "peak memory, MiB": lambda step: step["peak"], "of it above the loaded model": lambda step: step["above"],
+    "figures encoded": lambda step: step["figures"], "mean completion length": lambda step: step["length"],
+    "mean prompt length": lambda step: step["prompt"]}
 
 
-HEADER = ["", "s/step", "sampling", "learning", "tokens/s", "tok/s sampling", "peak MiB", "above start", "figures",
-          "mean length", "step x", "sampling x", "learning x"]
+def print_table(workers):
+    print("\n| median of a step | " + " | ".join(
+        f"{worker.name} | / ours" if worker is not workers[0] else worker.name for worker in workers) + " |")
+    print("|---" * (2 * len(workers)) + "|")
+    for name, quantity in QUANTITIES.items():
+        ours, *others = (statistics.median(map(quantity, worker.steps)) for worker in workers)
+        print(f"| {name} | {ours:.4g}" + "".join(f" | {other:.4g} | {other / ours:.2f}" for other in others) + " |")
 
 
 def main():
@@ -320,7 +319,7 @@ def main():
     parser.add_argument("--quick", action="store_true", help="one measured step, no warm-up: does it still run?")
     parser.add_argument("--threads", type=int, default=2, help="threads of each side")
     parser.add_argument("--rows", type=int, default=8, help="completions in a micro-batch, the same on both sides")
-    parser.add_argument("--trl-rows", type=int, nargs="*", default=[ROWS], help="further TRL rows of the table")
+    parser.add_argument("--trl-rows", type=int, nargs="*", default=[16], help="TRL once more, with so many rows")
     parser.add_argument("--trl-python", default=str(ROOT / "runs/trl/bin/python"), help="python of TRL's environment")
     parser.add_argument("--worker", choices=("ours", "trl"), help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
@@ -329,9 +328,11 @@ def main():
     if options.worker:
         import torch
 
-        turns = Turns()
+        answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # what libraries print goes to stderr, not to the parent
         torch.set_num_threads(options.threads)
-        return (our_worker if options.worker == "ours" else trl_worker)(options, turns)
+        worker = our_worker if options.worker == "ours" else trl_worker
+        return worker(options, lambda message: print(json.dumps(message), file=answers, flush=True))
     if options.quick:
         options.steps, options.warmup = 1, 0
     with tempfile.TemporaryDirectory() as folder:
@@ -339,37 +340,30 @@ def main():
 
 
 def compare(options, folder):
-    dataset = str(REAL_QUESTIONS)
+    dataset, model = str(REAL_QUESTIONS), folder / "model"
     if not REAL_QUESTIONS.is_dir():
         from demo import write_dataset
 
         dataset = str(folder / "data")
         write_dataset(Path(dataset))
-    (folder / "model").mkdir()
-    model = str(folder / "model")
-    size = make_model(folder / "model", load_questions(dataset))
-    ours = Worker(f"ours, {options.rows} rows", "ours", sys.executable, options.rows, model, dataset, options.threads)
-    others = [Worker(f"TRL, {rows} rows", "trl", options.trl_python, rows, model, dataset, options.threads)
-              for rows in (options.rows, *options.trl_rows)]
-    workers = [ours, *others]
+    model.mkdir()
+    size = make_model(model, load_questions(dataset))
+    workers = [Worker(side, rows, str(model), dataset, options) for side, rows in (
+        ("ours", options.rows), *(("trl", rows) for rows in (options.rows, *options.trl_rows)))]
     adapters = ", ".join(f"{worker.start['trained']:,}" for worker in workers)
-    print(f"{size:,} parameters, adapters of {adapters}; "
-          f"{options.threads} threads; questions: {dataset}")
+    print(f"{size:,} parameters, adapters of {adapters}; {options.threads} threads; questions: {dataset}")
     for t in range(options.warmup + options.steps):
         for worker in workers:
             step = worker.step()
-            print(f"{'warm-up' if t < options.warmup else 'step'} {t + 1} {worker.name}: {step['step']:.2f} s, sampling "
-                  f"{step['sampling']:.2f}, {step['rows']} rows, {step['tokens']} tokens, prompts of "
-                  f"{step['prompt']:.1f}", flush=True)
-        if t < options.warmup:
-            for worker in workers:
+            print(f"{'warm-up' if t < options.warmup else 'step'} {t + 1}, {worker.name}: {step['tokens']} tokens, " +
+                  ", ".join(f"{part} {step[part]:.2f} s (CPU {step[f'{part} cpu']:.2f})"
+                            for part in ("step", "sampling", "learning")), flush=True)
+            if t < options.warmup:
                 worker.steps.clear()
-    table = [HEADER, ["-"] * len(HEADER), *(row(worker, ours) for worker in workers)]
-    print(f"\nmedians of {options.steps} alternating steps; x: that row's seconds over ours")
-    for line in table:
-        print("| " + " | ".join(line) + " |")
+    print_table(workers)
     for worker in workers:
-        worker.close()
+        worker.process.stdin.close()
+        worker.process.wait()
 
 
 if __name__ == "__main__":
