@@ -26,8 +26,8 @@ What is not the same, and whom it helps:
  - TRL's fetch of decoded figures from its data set happens between two steps and is not counted. Ours has them decoded
    in memory beforehand.
  - Qwen3.5's video processor needs torchvision, so TRL gets the family's processor without it. No question has a video.
- - TRL's second column has 16 rows in a micro-batch, its best of 8, 16 and 64 where this was written (64 took longer to
-   learn and 15 GB). vLLM, Liger and flash attention need a GPU; its continuous batching takes no images.
+ - TRL's second column has 16 rows in a micro-batch: a little less CPU time than with 8. In a single try 64 rows took
+   longer to learn, and 15 GB. Both columns draw from the same seed, ours from none in common. vLLM, Liger and flash attention need a GPU; its continuous batching takes no images.
  - Memory is resident memory of the process: its peak in the measured steps, and that above what was there before the
    first step. Beside seconds stand CPU seconds of all threads: they say more where other programs share the cores.
 """
