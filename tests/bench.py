@@ -27,7 +27,8 @@ What is not the same, and whom it helps:
    in memory beforehand.
  - Qwen3.5's video processor needs torchvision, so TRL gets the family's processor without it. No question has a video.
  - TRL's second column has 16 rows in a micro-batch: a little less CPU time than with 8. In a single try 64 rows took
-   longer to learn, and 15 GB. Both columns draw from the same seed, ours from none in common. vLLM, Liger and flash attention need a GPU; its continuous batching takes no images.
+   longer to learn, and 15 GB. Both TRL columns draw from one seed, so a few steps of luck in lengths hit both: compare
+   tokens a second too. vLLM, Liger and flash attention need a GPU; TRL's continuous batching takes no images.
  - Memory is resident memory of the process: its peak in the measured steps, and that above what was there before the
    first step. Beside seconds stand CPU seconds of all threads: they say more where other programs share the cores.
 """
