@@ -830,11 +830,8 @@ def evaluate(config):
 
 def main(config):
     if config.plan:
-        print(plan_text(sys.modules[__name__], with_preset(config)))
-    elif config.eval_only:
-        evaluate(config)
-    else:
-        train(config)
+        return print(plan_text(sys.modules[__name__], with_preset(config)))
+    return evaluate(config) if config.eval_only else train(config)
 
 
 if __name__ == "__main__":

@@ -179,13 +179,16 @@ def our_worker(options, send):
 
     config = grpo.Config(base_model=options.model, device="cpu", batch_size=QUESTIONS, group_size=GROUP,
                          max_tokens=MAX_TOKENS, lora_rank=LORA_RANK, learning_rate=LEARNING_RATE,
-                         micro_batch_size=options.rows)  # THE ONE PLACE that sets the rows of our micro-batch
+                         tokens_per_micro_batch=10**9)
     check_config(config, grpo.LOSS_FNS)
     policy = grpo.load_policy(config)
     bias_output_head(policy.base, policy.tokenizer)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     order, rewards = itertools.cycle(load_questions(options.dataset)), itertools.cycle([1.0, 0.0])
     grpo.grade = lambda text, label: next(rewards)
+    by_tokens = grpo.micro_batches  # sorts by length; here it is the number of rows that is the same on both sides
+    grpo.micro_batches = lambda *arguments: [rows for all_rows in by_tokens(*arguments)
+                                             for rows in all_rows.split(options.rows)]
     meter = Meter(policy.base)
     grpo.sample, grpo.update = meter.timed("sampling", grpo.sample), meter.timed("learning", grpo.update)
     send({"loaded": resident("VmRSS"), "trained": sum(p.numel() for p in policy.parameters())})

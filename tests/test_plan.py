@@ -234,3 +234,47 @@ def test_running_out_of_memory_names_phase_and_flag(load, monkeypatch, place, fl
             grpo.sample(policy, prompts, 2, 4)
         else:
             grpo.accumulate_gradients(policy, prompts, rollouts, rollouts.logprobs, torch.arange(6), grpo.Config())
+
+
+# The learner's own memory
+
+
+def naive_logprobs(policy, prompts, rollouts):
+    """Whole logits of a whole forward pass: one row, no chunks, nothing made again."""
+    completion = rollouts.tokens[0, :rollouts.lengths[0]]
+    logits = policy.base(
+        input_ids=torch.cat([prompts.input_ids[0], completion])[None], pixel_values=prompts.pixel_values,
+        image_grid_thw=prompts.image_grid_thw, mm_token_type_ids=torch.nn.functional.pad(
+            prompts.mm_token_type_ids, (0, len(completion))), use_cache=False).logits[0, -len(completion) - 1:-1]
+    logits = logits.index_fill(-1, policy.forbidden_ids, -torch.inf)
+    return logits.log_softmax(-1).gather(1, completion[:, None])[:, 0]
+
+
+@pytest.mark.slow
+def test_learner_memory_does_not_grow_with_length_times_vocabulary(tmp_path, monkeypatch):
+    """A vocabulary of 248,320 and four rows of 1,024 tokens: whole logits alone would be 4 GB, and as much again."""
+    import tiny
+
+    right = tiny.model_config
+    monkeypatch.setattr(tiny, "model_config", lambda family, ids, vocab_size, hidden, layers: right(
+        family, ids, 248320, hidden, layers))
+    tiny.make_policy_folder(tmp_path, hidden=256, layers=2)
+    policy = grpo.load_policy(grpo.Config(base_model=str(tmp_path), device="cpu", lora_rank=4))
+    prompts = prompts_of(policy, questions()[:1])
+    grpo.encode_figures(policy.base, prompts)
+
+    def rollouts(rows, length):
+        tokens = torch.randint(0, 200, (rows, length), generator=torch.Generator().manual_seed(0))
+        return grpo.Rollouts(tokens, torch.zeros(rows, length), torch.zeros(rows, length),
+                             torch.full((rows,), length), torch.zeros(rows, dtype=torch.bool), 1.0)
+
+    long = rollouts(4, 1024)
+    assert allocated_at_most(lambda: grpo.completion_logprobs(policy, prompts, long, range(4)).sum().backward()) < 1e9
+    short, gradients = rollouts(1, 256), []
+    for find in (lambda: grpo.completion_logprobs(policy, prompts, short, [0]),
+                 lambda: naive_logprobs(policy, prompts, short)):
+        for parameter in policy.parameters():
+            parameter.grad = None
+        find().sum().backward()
+        gradients.append(torch.cat([p.grad.flatten().double() for p in policy.parameters()]))
+    assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[1].norm()
