@@ -92,6 +92,12 @@ def test_weights_and_adapter_are_counted_exactly(load, family):
     assert planned.adapter == sum(p.nbytes for p in policy.parameters())
 
 
+def test_a_teacher_is_counted(load, folders):
+    planned = plan_of(load("qwen3_vl"), 64, max_tokens=8, advantage="opd", teacher_model=str(folders("qwen3_5")))
+    teacher = load("qwen3_5").base
+    assert planned.weights["teacher"] == sum(p.nbytes for name, p in teacher.named_parameters() if "lora_" not in name)
+
+
 def test_nf4_weights_are_counted(mid_size):
     """Real NF4 weights and their scales; the plan's share of a scale is exact but for blocks that are not full."""
     policy = mid_size(quantization="nf4")
@@ -106,7 +112,7 @@ def test_nf4_weights_are_counted(mid_size):
 def article():
     """The plans of the article's setting, and the CPU seconds that they took."""
     started = time.process_time()
-    whole = plan.model_config(grpo.Config())[0]
+    whole = plan.model_config(plan.DEFAULT_MODEL)[0]
     return plan.make_plans(grpo, grpo.Config(), whole), time.process_time() - started
 
 
@@ -125,6 +131,7 @@ def test_the_default_setting_fits_24_gib(article):
     for planned in article[0]:
         chosen, peaks = planned.choose(24 * GIB)
         assert planned.advice(24 * GIB) == "" and max(peaks.values()) < 23 * GIB
+        assert list(peaks) == ["sampling", "learning", "evaluation"]
         assert chosen.rollouts_at_once == 64 and chosen.tokens_per_micro_batch >= 4 * planned.width
 
 
@@ -173,7 +180,7 @@ def test_planning_is_quick(article):
 def test_a_model_without_config_is_one_error(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="needs config.json"):
-        plan.model_config(grpo.Config(base_model=str(tmp_path / "empty")))
+        plan.model_config(str(tmp_path / "empty"))
 
 
 # In a real run
