@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import math
+import weakref
 
 import bitsandbytes as bnb
 import pytest
@@ -109,6 +110,19 @@ def test_waves_and_prefill_in_chunks_change_no_token(load, monkeypatch, family):
         for row, length in enumerate(waves.lengths.tolist()):
             assert torch.equal(waves.tokens[row, :length], whole.tokens[row, :length])
         assert dlogp(policy, prompts, waves) <= 1e-4
+
+
+def test_a_wave_leaves_nothing_beside_the_next(load, monkeypatch):
+    policy, prefill, living = load(), grpo.prefill, []
+
+    def watched(*arguments):
+        assert not any(reference() is not None for reference in living), "the last wave's cache is still there"
+        cache, logits = prefill(*arguments)
+        living[:] = weakref.ref(cache), weakref.ref(logits)
+        return cache, logits
+
+    monkeypatch.setattr(grpo, "prefill", watched)
+    grpo.sample(policy, prompts_of(policy, questions()), 2, 20, rollouts_at_once=2)
 
 
 def plain_layer(keys, values):
