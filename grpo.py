@@ -40,7 +40,7 @@ from cost import Meter, gpu_joules, step_energy
 from geoqa import load_geoqa
 from hub import UserError
 from kv_cache import join_caches
-from loading import add_lora, checkpoints_activations, kernels_line, load_base, pick_device
+from loading import add_lora, checkpoints_activations, fused_kernels, kernels_line, load_base, pick_device
 from plan import fit_memory, memory_phase, plan_text
 from report import write_report
 from reward import grade
@@ -177,6 +177,7 @@ def load_frozen(name, revision, config):
     """A model from the hub or a folder as a Policy without adapter: the base of the policy, or a teacher."""
     base, tokenizer, image_processor, revision = load_base(name, revision, pick_device(config.device),
                                                            config.quantization)
+    fused_kernels(base, config.fused_kernels)
     stop_ids = base.generation_config.eos_token_id
     stop_ids = {tokenizer.eos_token_id, *(stop_ids if isinstance(stop_ids, list) else [stop_ids])} - {None}
     forbidden_ids = {getattr(base.config, name, None) for name in (

@@ -17,6 +17,9 @@ from rundir import describe
 from vision_tokens import IMAGE_TOKEN, template_ids
 
 SUPPORTED_MODELS = ("qwen3_5", "qwen3_vl", "qwen2_5_vl", "qwen2_vl")
+KERNELS = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn",
+           "causal_conv1d_update")  # functions of the model's module: a kernel where one is installed, else torch
+INSTALLED = {}  # (module, function) -> what transformers has found, before the torch reference was put in its place
 
 
 def load_base(name, revision, device, quantization="auto"):
@@ -61,18 +64,17 @@ def checkpoints_activations(flag, device_type):
 
 
 def fused_kernels(model, allowed):
-    """Whether the recurrent layers of `model` run flash-linear-attention's kernels; False switches them off for good.
+    """Switches kernels on or off for models of this kind -> whether recurrent layers run flash-linear-attention's.
 
     transformers takes flash-linear-attention and causal-conv1d where they can be imported, on a CPU too, where they
     cannot run. Each function of theirs stands for a reference in torch, which is put back here.
     """
     module = sys.modules[type(model.model.language_model).__module__]
-    names = [name for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn",
-                               "causal_conv1d_update") if hasattr(module, name)]
+    names = [name for name in KERNELS if hasattr(module, name)]
     allowed = allowed and model.device.type == "cuda"
     for name in names:
-        if not allowed:
-            setattr(module, name, inspect.unwrap(getattr(module, name)))
+        installed = INSTALLED.setdefault((module.__name__, name), getattr(module, name))
+        setattr(module, name, installed if allowed else inspect.unwrap(installed))
     return bool(allowed and names and importable("fla"))
 
 

@@ -27,7 +27,15 @@ from tqdm import tqdm
 import kv_cache
 from geoqa import format_question
 from hub import UserError, hub_folder
-from loading import SUPPORTED_MODELS, add_lora, checkpoints_activations, fused_kernels, precision, quiet_libraries
+from loading import (
+    KERNELS,
+    SUPPORTED_MODELS,
+    add_lora,
+    checkpoints_activations,
+    fused_kernels,
+    precision,
+    quiet_libraries,
+)
 from vision_tokens import encode_figures, encode_prompts, vision_token_count
 
 GIB = 2**30
@@ -219,18 +227,19 @@ def give_storage(model):
 
 @contextlib.contextmanager
 def delta_rule(skeleton, fused):
-    """Puts the torch reference of the gated delta rule, or the sizes of the fused one, into the model's code."""
+    """Puts the torch reference of the gated delta rule, or the sizes of the fused one, into the model's code.
+
+    No kernel that is installed may run: on tensors without data it fails.
+    """
     module = sys.modules[type(skeleton.text).__module__]
-    name = "torch_chunk_gated_delta_rule"
-    if not hasattr(module, name):
-        yield
-        return
-    installed = getattr(module, name)
-    setattr(module, name, fused_delta_rule if fused else inspect.unwrap(installed))
+    installed = {name: getattr(module, name) for name in KERNELS if hasattr(module, name)}
+    for name, function in installed.items():
+        setattr(module, name, fused_delta_rule if fused and "chunk" in name else inspect.unwrap(function))
     try:
         yield
     finally:
-        setattr(module, name, installed)
+        for name, function in installed.items():
+            setattr(module, name, function)
 
 
 # ----------------------------------------------------------------------------------------------------- The phases

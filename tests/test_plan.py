@@ -1,6 +1,8 @@
 """The memory plan against the allocations of real runs, in float32 on the CPU, and what it chooses and says."""
 
 import dataclasses
+import functools
+import inspect
 import time
 
 import bitsandbytes as bnb
@@ -11,6 +13,7 @@ from conftest import FAMILIES
 from torch.profiler import ProfilerActivity, profile
 
 import grpo
+import loading
 import plan
 import settings
 from hub import UserError
@@ -171,6 +174,21 @@ def test_the_plan_of_the_command_line(monkeypatch, capsys, article):
                   "16 GiB  fits", "12 GiB  fits"):
         assert words in text, words
     assert max(map(len, text.splitlines())) <= 120
+
+
+def test_planning_runs_no_kernel_that_is_installed(load, monkeypatch):
+    """flash-linear-attention's and causal-conv1d's cannot run on tensors without data."""
+    import transformers.models.qwen3_5.modeling_qwen3_5 as qwen
+
+    policy = load()
+    for name in loading.KERNELS:
+        @functools.wraps(inspect.unwrap(getattr(qwen, name)))
+        def kernel(*_, **__):
+            raise RuntimeError("no data")
+
+        monkeypatch.setattr(qwen, name, kernel)
+    plan.make_plans(grpo, grpo.Config(device="cpu", lora_rank=4, max_tokens=8), policy.base.config, 64, (False, True))
+    assert all(hasattr(getattr(qwen, name), "__wrapped__") for name in loading.KERNELS), "not put back"
 
 
 def test_planning_is_quick(article):
