@@ -334,7 +334,8 @@ class Plan:
         self.head_chunks = Affine.through(head(program, skeleton, chunk), head(program, skeleton, 2 * chunk))
         self.logit_chunk = chunk
         self.weights = dict(skeleton.weights)
-        self.adapter, self.optimizer = 4 * skeleton.adapter_size, 8 * skeleton.adapter_size
+        self.adapter = 4 * skeleton.adapter_size
+        self.optimizer = 0 if config.eval_only else 2 * self.adapter
         self.prefill_at_once = max(1, program.PREFILL_TOKENS // prompt)
 
     @property
@@ -534,8 +535,11 @@ def fit_memory(program, policy, questions, config):
 
     `program` is the module grpo, `questions` those that will be asked. Raises UserError where memory runs out.
     """
-    prompts = encode_prompts(policy.tokenizer, policy.image_processor,
-                             longest_questions(policy, questions, config), config.max_image_tokens).to(policy.device)
+    count, group_size = config.batch_size, config.group_size
+    if config.eval_only:
+        count, group_size = min(config.eval_batch_size, len(questions)), 1
+    prompts = encode_prompts(policy.tokenizer, policy.image_processor, longest_questions(
+        policy, questions, count, config.max_image_tokens), config.max_image_tokens).to(policy.device)
     card = card_bytes(policy.device)
     plan, = make_plans(program, config, policy.base.config, prompts.input_ids.shape[1],
                        (fused_kernels(policy.base, config.fused_kernels),))
@@ -545,33 +549,36 @@ def fit_memory(program, policy, questions, config):
                f"{config.tokens_per_micro_batch}, GiB of {card / GIB:.1f}: "
                + ", ".join(f"{phase} {peak / GIB:.1f}" for phase, peak in peaks.items()))
     try:
-        dry_run(program, policy, prompts, config)
+        dry_run(program, policy, prompts, group_size, config)
     except UserError as error:
         raise UserError(f"{error}; by the memory plan, what helps most is "
                         f"{plan.advice(card) or 'a little less of that'}") from error
 
 
-def longest_questions(policy, questions, config):
-    """The `batch_size` questions with the longest prompts: characters of the text, tokens of the figure."""
+def longest_questions(policy, questions, count, max_image_tokens):
+    """The `count` questions with the longest prompts: characters of the text, tokens of the figure. Few ones repeat."""
     lengths = [len(format_question(question)) + vision_token_count(policy.image_processor, question.image,
-                                                                   config.max_image_tokens) for question in questions]
-    order = sorted(range(len(questions)), key=lengths.__getitem__)
-    return [questions[i] for i in order[-config.batch_size:]]
+                                                                   max_image_tokens) for question in questions]
+    order = sorted(range(len(questions)), key=lengths.__getitem__, reverse=True)
+    return [questions[i] for i in itertools.islice(itertools.cycle(order), count)]
 
 
-def dry_run(program, policy, prompts, config):
+def dry_run(program, policy, prompts, group_size, config):
     """The largest wave with its cache full, and the largest micro-batch, once: what cannot fit stops before step 1."""
-    rows, device = torch.arange(len(prompts.ids) * config.group_size, device=policy.device), policy.device
-    moments = [torch.zeros_like(p) for p in policy.parameters() for _ in range(2)]  # AdamW's, not there before step 1
+    rows, device = torch.arange(len(prompts.ids) * group_size, device=policy.device), policy.device
+    width = prompts.input_ids.shape[1] + config.max_tokens
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)  # what loading took is no part of it
+    moments = [] if config.eval_only else [  # AdamW's, not there before step 1
+        torch.zeros_like(p) for p in policy.parameters() for _ in range(2)]
     with memory_phase("sampling, in a dry run of the worst case", "--rollouts-at-once"), torch.no_grad():
         encode_figures(policy.base.eval(), prompts)
-        which, prompt_of_row = (rows[:config.rollouts_at_once or None] // config.group_size).unique(return_inverse=True)
+        which, prompt_of_row = (rows[:config.rollouts_at_once or None] // group_size).unique(return_inverse=True)
         cache, logits = program.prefill(policy, prompts, which)
         cache.reorder_cache(prompt_of_row)
         logits = logits[prompt_of_row]
         program.draw_tokens(logits, policy.forbidden_ids, 1.0, 1.0)
         kv_cache.extend(cache, config.max_tokens - 1)
-        width = prompts.input_ids.shape[1] + config.max_tokens
         policy.base(input_ids=torch.zeros_like(prompt_of_row)[:, None], cache=cache, use_cache=True, logits_to_keep=1,
                     attention_mask=torch.ones(len(logits), 1, 1, width, dtype=torch.bool, device=device),
                     position_ids=torch.zeros(3, len(logits), 1, dtype=torch.long, device=device))
@@ -581,8 +588,9 @@ def dry_run(program, policy, prompts, config):
         zeros = torch.zeros(shape, device=device)
         rollouts = program.Rollouts(zeros.long(), zeros, zeros, torch.full_like(rows, config.max_tokens),
                                     torch.zeros_like(rows, dtype=torch.bool), config.temperature)
-        micro = program.micro_batches(prompts, rollouts, rows, config)[0]
-        program.accumulate_gradients(policy, prompts, rollouts, zeros, micro, config)
+        longest, most = prompts.attention_mask.sum(-1).argmax(), max(1, config.tokens_per_micro_batch // width)
+        micro = (longest * group_size).repeat(min(most, len(rows)))  # as many of the longest rows as come together
+        program.accumulate_gradients(policy, prompts, rollouts, zeros, micro, config, zeros)
         for parameter in policy.parameters():
             parameter.grad = None
     del moments

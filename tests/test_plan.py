@@ -228,17 +228,44 @@ def test_choice_and_dry_run_before_the_first_step(load, monkeypatch, capsys):
     assert (given.rollouts_at_once, given.tokens_per_micro_batch) == (2, 77)
 
 
+def dry_run_sizes(policy, monkeypatch, batch, **flags):
+    """Runs fit_memory -> shapes of the language model's inputs (rows, new tokens): those of decoding, and the last."""
+    shapes = []
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, "card_bytes", lambda device: 100 * GIB)
+        hook = policy.base.model.language_model.register_forward_pre_hook(
+            lambda module, args, inputs: shapes.append(tuple(inputs["inputs_embeds"].shape[:2])), with_kwargs=True)
+        plan.fit_memory(grpo, policy, batch, grpo.Config(device="cpu", lora_rank=4, max_tokens=20, **flags))
+        hook.remove()
+    return [shape for shape in shapes if shape[1] == 1], shapes[-1]
+
+
+def test_the_dry_run_takes_what_a_step_takes(load, monkeypatch):
+    policy, batch = load(), questions()
+    longest = max(prompts_of(policy, batch).attention_mask.sum(1).tolist())
+    # Five questions of three: a step repeats two. A KL term has base log-probabilities.
+    assert dry_run_sizes(policy, monkeypatch, batch, batch_size=5, group_size=2, kl_coef=0.1) == (
+        [(10, 1)], (10, longest + 20))
+    # One row fits into a micro-batch: it is the longest.
+    assert dry_run_sizes(policy, monkeypatch, batch, batch_size=3, group_size=2, tokens_per_micro_batch=10) == (
+        [(6, 1)], (1, longest + 20))
+
+
+def test_the_dry_run_of_an_evaluation_has_its_size(load, monkeypatch):
+    for size, rows in ((2, 2), (5, 3)):  # three questions are no more than three
+        decoded, last = dry_run_sizes(load(), monkeypatch, questions(), eval_only=True, eval_batch_size=size,
+                                      batch_size=1, group_size=0)
+        assert decoded == [(rows, 1)] and last == (rows, 1), "it learned"
+
+
 @pytest.mark.parametrize("place, phase, flag", [("prefill", "sampling", "--rollouts-at-once"),
                                                 ("micro_batches", "learning", "--tokens-per-micro-batch")])
 def test_a_dry_run_that_does_not_fit_stops_with_advice(load, monkeypatch, place, phase, flag):
     def no_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    policy, calls = load(), iter((False, True))
-    original = getattr(grpo, place)
-    # micro_batches is called by the dry run itself, and then inside the learning phase.
-    monkeypatch.setattr(grpo, place, lambda *args: no_memory() if place == "prefill" or next(calls) else
-                        original(*args))
+    policy = load()
+    monkeypatch.setattr(grpo, place, no_memory)
     config = grpo.Config(device="cpu", lora_rank=4, batch_size=2, group_size=3, max_tokens=20)
     with pytest.raises(UserError, match=f"out of GPU memory in {phase}.*{flag}.*helps most"):
         plan.fit_memory(grpo, policy, questions(), config)
