@@ -832,7 +832,9 @@ def evaluate(config):
 
 def main(config):
     if config.plan:
-        return print(plan_text(sys.modules[__name__], with_preset(config)))
+        config = with_preset(config)
+        check_config(config, LOSS_FNS)
+        return print(plan_text(sys.modules[__name__], config))
     return evaluate(config) if config.eval_only else train(config)
 
 

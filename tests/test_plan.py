@@ -176,6 +176,14 @@ def test_the_plan_of_the_command_line(monkeypatch, capsys, article):
     assert max(map(len, text.splitlines())) <= 120
 
 
+@pytest.mark.parametrize("arguments", [["--group-size", "0"], ["--max-tokens", "0"], ["--eval-only", "--no-evaluate"]])
+def test_a_wrong_flag_of_a_plan_is_one_line(capsys, arguments):
+    with pytest.raises(SystemExit) as stop:
+        settings.run_command_line(grpo.Config, grpo.main, ["--plan", *arguments])
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.startswith(f"error: {arguments[0]}") and err.count("\n") == 1
+
+
 def test_planning_runs_no_kernel_that_is_installed(load, monkeypatch):
     """flash-linear-attention's and causal-conv1d's cannot run on tensors without data."""
     import transformers.models.qwen3_5.modeling_qwen3_5 as qwen
