@@ -27,9 +27,11 @@ from hub import UserError
 CHECKED = ("adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors")  # by their SHA-256
 
 # Settings that a resumed run may change: the course of the training is the same with any of them, up to rounding.
+# With other `rollouts_at_once` the draws are others, from the same distribution: a smaller card must be able to go on.
 HARMLESS = {"resume", "steps", "save_every", "keep_checkpoints", "show_samples", "on_nonfinite", "evaluate",
-            "eval_batch_size", "tokens_per_micro_batch", "fused_kernels", "activation_checkpointing",
-            "electricity_price", "tracker", "swanlab_mode", "swanlab_project", "log_token_changes"}
+            "eval_batch_size", "tokens_per_micro_batch", "rollouts_at_once", "fused_kernels",
+            "activation_checkpointing", "electricity_price", "tracker", "swanlab_mode", "swanlab_project",
+            "log_token_changes"}
 
 
 class Interrupted(KeyboardInterrupt):

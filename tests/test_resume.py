@@ -125,7 +125,8 @@ def test_every_other_flag_is_known_to_alter_or_not():
 def test_harmless_flags_are_taken(undisturbed, tmp_path, capsys):
     run = shutil.copytree(undisturbed, tmp_path / "run")
     assert command(["--resume", str(run), "--steps", "8", "--save-every", "4", "--show-samples",
-                    "--tokens-per-micro-batch", "300", "--on-nonfinite", "skip", "--keep-checkpoints", "3"]) == 0
+                    "--tokens-per-micro-batch", "300", "--rollouts-at-once", "3", "--on-nonfinite", "skip",
+                    "--keep-checkpoints", "3"]) == 0
     assert "  question q" in capsys.readouterr().out
     assert [step for step, _ in checkpoints.checkpoint_folders(run)] == [8, 6, 5]
     stored = json.loads((run / "config.json").read_text())
