@@ -32,7 +32,7 @@ class Prompts:
 
     input_ids: torch.Tensor  # (B, P)
     attention_mask: torch.Tensor  # (B, P), 0 on the padding at the left
-    pixel_values: torch.Tensor  # (patches of all figures, patch dim)
+    pixel_values: torch.Tensor  # (patches of all figures, patch dim), on the CPU
     image_grid_thw: torch.Tensor  # (B, 3) patches in time, height, width
     mm_token_type_ids: torch.Tensor  # (B, P), 1 on image placeholders
     ids: list  # the questions' row ids, for messages
@@ -42,8 +42,8 @@ class Prompts:
     position_ids: torch.Tensor | None = None  # (3, B, P), what prompt_positions gave
 
     def to(self, device):
-        """Moves what encode_prompts made; returns self."""
-        for name in ("input_ids", "attention_mask", "pixel_values", "image_grid_thw", "mm_token_type_ids"):
+        """Moves what encode_prompts made; returns self. But for the pixels: encode_figures needs them once, in parts."""
+        for name in ("input_ids", "attention_mask", "image_grid_thw", "mm_token_type_ids"):
             setattr(self, name, getattr(self, name).to(device))
         return self
 
@@ -194,7 +194,7 @@ def encode_figures(model, prompts):
     """
     if prompts.features is None:
         prompts.features = join_features([
-            model.get_image_features(torch.cat(pixels), torch.stack(grids), return_dict=True)
+            model.get_image_features(torch.cat(pixels).to(model.device), torch.stack(grids), return_dict=True)
             for pixels, grids in (zip(*figures) for figures in figures_at_once(prompts))])
         placeholders = prompts.mm_token_type_ids.sum(-1).tolist()
         for i, row_id in enumerate(prompts.ids):

@@ -202,6 +202,12 @@ def test_figures_in_parts_give_the_same_features(load, monkeypatch, family):
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in pairs)
 
 
+def test_pixels_wait_on_the_cpu(load):
+    """A figure of 1,024 visual tokens is 25 MB of pixels: on a GPU those of a batch would lie beside the rollouts."""
+    prompts = prompts_of(load(), questions()).to(torch.device("meta"))
+    assert prompts.pixel_values.device.type == "cpu" and prompts.input_ids.device.type == "meta"
+
+
 def test_tower_runs_once_for_each_figure(load, monkeypatch):
     import grpo
 
