@@ -12,6 +12,7 @@ result is printed as soon as it is there. Memory is capped to --gib (24) of the 
 """
 
 import argparse
+import gc
 import itertools
 import json
 import sys
@@ -176,6 +177,7 @@ def main():
                 say(case, f"failed: {type(error).__name__}: {error}")
                 if len(cases) == 1:
                     raise
+            gc.collect()  # a 4-bit weight and its layer hold each other
             if device.type == "cuda":
                 torch.cuda.empty_cache()
 
