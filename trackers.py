@@ -112,9 +112,11 @@ class SwanLab:
 def own_interrupt():
     """Ctrl-C stays what it was: SwanLab installs a handler, with which no checkpoint would be left."""
     handler = signal.getsignal(signal.SIGINT)
-    yield
-    if threading.current_thread() is threading.main_thread():  # no other may set handlers
-        signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+            signal.signal(signal.SIGINT, handler)
 
 
 class WandB:

@@ -30,6 +30,14 @@ def alone(monkeypatch, tmp_path):
     undo()
 
 
+def test_a_library_that_fails_leaves_ctrl_c_as_it_was():
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(RuntimeError), trackers.own_interrupt():
+        signal.signal(signal.SIGINT, lambda *_: None)
+        raise RuntimeError("no network")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return make_data_set(tmp_path_factory.mktemp("trackers") / "data")
