@@ -434,6 +434,8 @@ PATHS = {False: "torch reference", True: "flash-linear-attention"}
 def plan_text(program, config):
     """What `--plan` prints. `program` is the module grpo."""
     quiet_libraries(torch.device("cpu"))
+    if config.eval_only:  # a question has one completion there
+        config = dataclasses.replace(config, batch_size=config.eval_batch_size, group_size=1)
     whole, source = model_config(config.base_model, config.model_revision)
     plans = make_plans(program, config, whole)
     card = card_bytes()
@@ -469,6 +471,8 @@ def plan_rows(plan, card):
     text = {"completions drawn at once": rows, "tokens (completions) in a micro-batch":
             f"{config.tokens_per_micro_batch:,} ({learned})"} | {
         name: f"{size / GIB:.2f}" for name, size in sizes.items()}
+    if config.eval_only:
+        text = {name: value for name, value in text.items() if "learning" not in name and "micro-batch" not in name}
     total = max(peaks.values()) + RESERVE
     return text | {f"total, {RESERVE / GIB:.0f} for CUDA itself among it": f"{total / GIB:.2f} of {card / GIB:.0f}"}
 

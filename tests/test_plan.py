@@ -95,6 +95,17 @@ def test_weights_and_adapter_are_counted_exactly(load, family):
     assert planned.adapter == sum(p.nbytes for p in policy.parameters())
 
 
+def test_the_plan_of_an_evaluation_is_of_no_training(load, monkeypatch):
+    policy, made = load(), []
+    monkeypatch.setattr(plan, "model_config", lambda *_: (policy.base.config, "a test"))
+    make_plans = plan.make_plans
+    monkeypatch.setattr(plan, "make_plans", lambda *args: made.extend(make_plans(*args)) or made)
+    text = plan.plan_text(grpo, grpo.Config(device="cpu", lora_rank=4, max_tokens=8, eval_only=True, eval_batch_size=3,
+                                            group_size=0))
+    assert "learning" not in text and "3 questions x 1 completions" in text and "peak of evaluation" in text
+    assert all(planned.optimizer == 0 for planned in made)
+
+
 def test_a_teacher_is_counted(load, folders):
     planned = plan_of(load("qwen3_vl"), 64, max_tokens=8, advantage="opd", teacher_model=str(folders("qwen3_5")))
     teacher = load("qwen3_5").base
