@@ -6,6 +6,7 @@ import inspect
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -184,6 +185,28 @@ def test_training_raises_the_reward(config, monkeypatch):
     config.max_tokens, config.max_grad_norm = 6, 0
     rewards = [m["reward"] for m in lines(grpo.train(config) / "metrics.jsonl")]
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.6, rewards
+
+
+def test_waves_reach_training_and_evaluation(config, easy_reward, monkeypatch):
+    config.rollouts_at_once, config.steps, drawn, decode = 3, 1, [], grpo.decode
+    monkeypatch.setattr(grpo, "decode", lambda *arguments: drawn.append(len(arguments[3])) or decode(*arguments))
+    grpo.train(config)
+    assert drawn == [3, *(3, 3, 2), 3], "three questions, a step of eight rows, three questions"
+    config.eval_only, config.rollouts_at_once = True, 2
+    grpo.evaluate(config)
+    assert drawn[5:] == [2, 1]
+
+
+def test_on_a_gpu_the_plan_comes_before_the_run(config, monkeypatch):
+    def fit(program, policy, questions, config):
+        assert program is grpo and len(questions) == 3
+        config.rollouts_at_once = 5
+
+    monkeypatch.setattr(grpo, "fit_memory", fit)
+    monkeypatch.setattr(grpo.Policy, "device", types.SimpleNamespace(type="cuda"))
+    run = grpo.prepare(config, with_train=True)[0]
+    assert json.loads((run.path / "config.json").read_text())["rollouts_at_once"] == 5
+    run.lock.close()
 
 
 def test_eval_only_and_adapter(config, easy_reward):
