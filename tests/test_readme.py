@@ -20,7 +20,7 @@ READMES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.
 README = READMES["README.md"]
 SECTIONS = {
     "Vision GRPO on one GPU": "单卡 Vision GRPO",
-    "See it learn": "看它学习",
+    "See it learn": "看它怎么学",
     "Run it on your card": "在自己的显卡上跑",
     "Speed and memory": "速度与显存",
     "The algorithm": "算法",
