@@ -32,7 +32,6 @@ SECTIONS = {
     "Use the adapter elsewhere": "在别处使用 adapter",
     "Questions people ask": "常见问题",
     "Where it differs from the article, and from the paper": "与文章、论文的不同之处",
-    "The article's results, not ours": "文章的结果（不是我们的）",
     "Licence": "许可证",
 }
 OF_OTHER_PROGRAMS = {"--logdir", "--enable-lora", "--max-lora-rank", "--lora-modules"}
