@@ -67,7 +67,7 @@ def run(config):
         make_model(MODEL_FOLDER)
     if config.dataset == DemoConfig.dataset:
         write_dataset(Path(config.dataset))
-    return grpo.evaluate(config) if config.eval_only else grpo.train(config)
+    return grpo.main(config)
 
 
 # --------------------------------------------------------------------------------------------------------- Figures

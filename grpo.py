@@ -471,25 +471,26 @@ def completion_logprobs(policy, prompts, rollouts, rows):
     One teacher-forced forward pass over prompt and completion, at `rollouts.temperature` and over the same allowed
     vocabulary as the sampler. 0 beyond a row's length.
     """
-    model = policy.base
+    model, prompt_width = policy.base, prompts.input_ids.shape[1]
     rows = torch.as_tensor(rows, device=policy.device)
     which = rows // (len(rollouts.tokens) // len(prompts.ids))  # the prompt of each row
-    longest = int(rollouts.lengths[rows].max())
-    start = int(prompts.attention_mask[which].argmax(-1).min())  # padding that all these rows share
-    mask, tokens = rollouts.mask[rows, :longest], rollouts.tokens[rows, :longest]
+    mask, tokens = rollouts.mask[rows], rollouts.tokens[rows]  # (n, T)
     prompt_position = prompt_positions(model, prompts)[:, which]  # (3, n, P)
-    position = next_position(prompt_position)[:, None] + torch.arange(longest, device=policy.device)  # (n, longest)
+    position = next_position(prompt_position)[:, None] + torch.arange(tokens.shape[1], device=policy.device)  # (n, T)
+    # A row is shifted left by its prompt's padding, which then comes last: causal attention needs no mask for it.
+    prompt_length = prompts.attention_mask[which].sum(-1, keepdim=True)  # (n, 1)
+    length = prompt_length + rollouts.lengths[rows][:, None]
+    column = torch.arange(int(length.max()), device=policy.device)  # (W,)
+    shifted = (column + prompt_width - prompt_length).clamp(max=prompt_width + tokens.shape[1] - 1)  # (n, W)
     hidden = model.model(
-        input_ids=torch.cat([prompts.input_ids[which, start:], tokens], 1),
-        attention_mask=torch.cat([prompts.attention_mask[which, start:], mask.long()], 1),
-        position_ids=torch.cat([prompt_position[:, :, start:], position.expand(3, -1, -1)], 2),
-        mm_encoder_outputs=select_figures(encode_figures(model, prompts), which.tolist()), use_cache=False,
-    )[0][:, -longest - 1:-1]  # (n, longest, H): the state that predicts each completion token
+        input_ids=torch.cat([prompts.input_ids[which], tokens], 1).gather(1, shifted),
+        position_ids=torch.cat([prompt_position, position.expand(3, -1, -1)], 2).gather(2, shifted.expand(3, -1, -1)),
+        mm_encoder_outputs=select_figures(encode_figures(model, prompts), which.tolist()), use_cache=False)[0]
+    states = hidden[(column >= prompt_length - 1) & (column < length - 1)]  # (N, H): each predicts the next token
     # Only a chunk of logits exists at a time: checkpoint drops it, and the backward pass makes it again.
-    chunks = zip(hidden[mask].split(LOGIT_CHUNK), tokens[mask].split(LOGIT_CHUNK))
-    logprobs = torch.cat([checkpoint(token_logprobs, model.get_output_embeddings(), states, targets,
+    logprobs = torch.cat([checkpoint(token_logprobs, model.get_output_embeddings(), some, targets,
                                      policy.forbidden_ids, rollouts.temperature, use_reentrant=False)
-                          for states, targets in chunks])
+                          for some, targets in zip(states.split(LOGIT_CHUNK), tokens[mask].split(LOGIT_CHUNK))])
     padded = logprobs.new_zeros(len(rows), rollouts.tokens.shape[1])
     return padded.masked_scatter(rollouts.mask[rows], logprobs)
 
@@ -514,16 +515,14 @@ def frozen_logprobs(policy, prompts, rollouts, config, rows=None):
 def micro_batches(prompts, rollouts, rows, config):
     """Cuts `rows` (n,) into micro-batches of at most `tokens_per_micro_batch` tokens, padding included, at least a row.
 
-    Rows of like length come together: they waste little padding.
+    Rows of like length, prompt and completion, come together: they waste little padding.
     """
     budget, batches = config.tokens_per_micro_batch or TOKENS_PER_MICRO_BATCH, []
     group_size = len(rollouts.tokens) // len(prompts.ids)
-    prompt_lengths, lengths = prompts.attention_mask.sum(-1).tolist(), rollouts.lengths.tolist()
-    for row in sorted(rows.tolist(), key=lambda row: lengths[row]):
-        together = [*batches[-1], row] if batches else [row]
-        width = max(prompt_lengths[r // group_size] for r in together) + lengths[row]
-        if batches and len(together) * width <= budget:
-            batches[-1] = together
+    lengths = (prompts.attention_mask.sum(-1).repeat_interleave(group_size) + rollouts.lengths).tolist()
+    for row in sorted(rows.tolist(), key=lengths.__getitem__):
+        if batches and (len(batches[-1]) + 1) * lengths[row] <= budget:
+            batches[-1].append(row)
         else:
             batches.append([row])
     return [torch.tensor(batch, device=rows.device) for batch in batches]
@@ -831,11 +830,8 @@ def evaluate(config):
 
 def main(config):
     if config.plan:
-        print(plan_text(sys.modules[__name__], with_preset(config)))
-    elif config.eval_only:
-        evaluate(config)
-    else:
-        train(config)
+        return print(plan_text(sys.modules[__name__], with_preset(config)))
+    return evaluate(config) if config.eval_only else train(config)
 
 
 if __name__ == "__main__":

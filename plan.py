@@ -193,8 +193,8 @@ class Skeleton:
 
     def forward(self, rows, width, cached=0, **inputs):
         """The language model on `rows` rows of `width` new tokens behind `cached` old ones -> last hidden states."""
-        mask = torch.ones(rows, 1, width, cached + width, dtype=torch.bool)
-        if "linear_attention" in self.kinds:
+        mask = torch.ones(rows, 1, width, cached + width, dtype=torch.bool) if "cache" in inputs else None
+        if mask is not None and "linear_attention" in self.kinds:
             mask = {"full_attention": mask, "linear_attention": None if width == 1 else mask[:, 0, 0]}
         return self.text(inputs_embeds=self.text.embed_tokens(torch.zeros(rows, width, dtype=torch.long)),
                          attention_mask=mask, position_ids=torch.zeros(3, rows, width, dtype=torch.long),
@@ -374,8 +374,9 @@ class Plan:
         rows = config.batch_size * config.group_size
         at_once = config.rollouts_at_once or self.most_rows(max(rows, config.eval_batch_size), 1, room)
         tokens = config.tokens_per_micro_batch or self.most_tokens(room)
-        peaks = {"sampling": self.sampling_peak(min(rows, at_once), config.group_size),
-                 "learning": self.learning_peak(tokens)}
+        peaks = {} if config.eval_only else {
+            "sampling": self.sampling_peak(min(rows, at_once), config.group_size),
+            "learning": self.learning_peak(tokens)}
         if config.evaluate:
             peaks["evaluation"] = self.sampling_peak(min(config.eval_batch_size, at_once), 1)
         return dataclasses.replace(config, rollouts_at_once=at_once, tokens_per_micro_batch=tokens), peaks
@@ -407,6 +408,9 @@ def make_plans(program, config, whole, prompt=PROMPT_TOKENS, fused=(False, True)
     dtype, nf4 = precision(config.quantization, device_type)
     skeleton = Skeleton(whole, config.lora_rank, nf4, dtype,
                         checkpoints_activations(config.activation_checkpointing, device_type))
+    if config.teacher_model:
+        teacher = Skeleton(model_config(config.teacher_model)[0], config.lora_rank, nf4, dtype, False)
+        skeleton.weights["teacher"] = sum(teacher.weights.values())
     fused = fused if "linear_attention" in skeleton.kinds else (False,)
     return [Plan(program, skeleton, config, prompt, way) for way in fused]
 
@@ -420,7 +424,7 @@ PATHS = {False: "torch reference", True: "flash-linear-attention"}
 def plan_text(program, config):
     """What `--plan` prints. `program` is the module grpo."""
     quiet_libraries(torch.device("cpu"))
-    whole, source = model_config(config)
+    whole, source = model_config(config.base_model, config.model_revision)
     plans = make_plans(program, config, whole)
     card = card_bytes()
     columns = [plan_rows(plan, card) for plan in plans]
@@ -473,19 +477,19 @@ def card_bytes(device=None):
     return torch.cuda.get_device_properties(device).total_memory if torch.cuda.is_available() else CARDS[0] * GIB
 
 
-def model_config(config):
+def model_config(name, revision=""):
     """-> (the model's configuration, where it is from): a folder, the hub, or for the default model a table here."""
     from transformers import AutoConfig, Qwen3_5Config
 
     try:
-        folder, _ = hub_folder(config.base_model, "model", config.model_revision, ["config.json"])
+        folder, _ = hub_folder(name, "model", revision, ["config.json"])
         whole = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (UserError, OSError, ValueError) as error:
-        if config.base_model != DEFAULT_MODEL:
-            raise UserError(f"--plan needs config.json of {config.base_model}: {error}") from error
+        if name != DEFAULT_MODEL:
+            raise UserError(f"the memory plan needs config.json of {name}: {error}") from error
         return Qwen3_5Config(**copy.deepcopy(QWEN3_5_4B)), "sizes built in, the hub is out of reach"
     if whole.model_type not in SUPPORTED_MODELS:
-        raise UserError(f"{config.base_model} is a {whole.model_type} model; supported are {SUPPORTED_MODELS}")
+        raise UserError(f"{name} is a {whole.model_type} model; supported are {', '.join(SUPPORTED_MODELS)}")
     return whole, "its config.json"
 
 

@@ -22,6 +22,7 @@ from geoqa import format_question
 from hub import UserError
 
 IMAGE_TOKEN = "<|image_pad|>"  # the same string in the Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 families
+PATCHES_AT_ONCE = 16384  # of figures that go through the vision tower together
 TEXT_SLOT = "\ue000"  # private-use character: marks where the question goes in the rendered chat template
 
 
@@ -142,10 +143,7 @@ def join_prompts(waves):
 
     if len(waves) == 1:
         return waves[0]
-    features = type(waves[0].features)(pooler_output=tuple(f for w in waves for f in w.features.pooler_output))
-    if getattr(waves[0].features, "deepstack_features", None) is not None:
-        layers = zip(*(wave.features.deepstack_features for wave in waves))
-        features.deepstack_features = [tuple(itertools.chain(*layer)) for layer in layers]
+    features = join_features([wave.features for wave in waves])
     return Prompts(left_padded(rows("input_ids"), 0), left_padded(rows("attention_mask"), 0),
                    torch.cat([wave.pixel_values for wave in waves]), torch.cat([wave.image_grid_thw for wave in waves]),
                    left_padded(rows("mm_token_type_ids"), 0), flat("ids"), flat("image_tokens"), flat("downsized"),
@@ -195,7 +193,9 @@ def encode_figures(model, prompts):
     three numbers and the row id where formula, placeholders and features disagree.
     """
     if prompts.features is None:
-        prompts.features = model.get_image_features(prompts.pixel_values, prompts.image_grid_thw, return_dict=True)
+        prompts.features = join_features([
+            model.get_image_features(torch.cat(pixels), torch.stack(grids), return_dict=True)
+            for pixels, grids in (zip(*figures) for figures in figures_at_once(prompts))])
         placeholders = prompts.mm_token_type_ids.sum(-1).tolist()
         for i, row_id in enumerate(prompts.ids):
             numbers = prompts.image_tokens[i], placeholders[i], len(prompts.features.pooler_output[i])
@@ -204,6 +204,27 @@ def encode_figures(model, prompts):
                                 "vision tower returns {} features: preprocessor_config.json does not fit the model"
                                 .format(row_id, *numbers))
     return prompts.features
+
+
+def figures_at_once(prompts):
+    """Yields [(pixels, grid), ...] of figures that have PATCHES_AT_ONCE patches together, or of one that has more."""
+    together = []
+    for pixels, grid in zip(prompts.pixel_values.split(prompts.image_grid_thw.prod(-1).tolist()),
+                            prompts.image_grid_thw):
+        if together and sum(len(other) for other, _ in together) + len(pixels) > PATCHES_AT_ONCE:
+            yield together
+            together = []
+        together.append((pixels, grid))
+    yield together
+
+
+def join_features(parts):
+    """The vision tower's outputs for several figures -> one output for all."""
+    joined = type(parts[0])(pooler_output=tuple(figure for part in parts for figure in part.pooler_output))
+    if getattr(parts[0], "deepstack_features", None) is not None:
+        layers = zip(*(part.deepstack_features for part in parts))
+        joined.deepstack_features = [tuple(itertools.chain(*layer)) for layer in layers]
+    return joined
 
 
 def select_figures(features, rows):

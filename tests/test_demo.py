@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 
 import numpy as np
@@ -92,9 +93,27 @@ def test_the_demo_takes_the_flags_of_grpo(capsys):
         assert stop.value.code == 2 and message in printed and printed.count("\n") == 1
 
 
+def resident_mib():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
+
+
+def check_no_drift(resident, metrics):
+    """Memory (MiB) and seconds of each step do not grow; the first ten steps fill caches."""
+    slope = np.polyfit(range(len(resident) - 10), resident[10:], 1)[0]
+    seconds = [sum(row[f"time/{part}"] for part in ("sampling", "learning", "rest")) for row in metrics]
+    third = len(seconds) // 3
+    print(f"resident memory: {slope:+.3f} MiB a step; median step: {np.median(seconds[2:third]):.2f} s in the first "
+          f"third, {np.median(seconds[-third:]):.2f} s in the last")
+    assert slope < 0.5 and np.median(seconds[-third:]) <= 1.5 * np.median(seconds[2:third])
+
+
 @pytest.mark.slow
-def test_the_demo_learns_to_look(tmp_path, data):
-    """The acceptance numbers, and that the trained policy falls to chance where the figure is blank."""
+def test_the_demo_learns_to_look(tmp_path, data, monkeypatch):
+    """The acceptance numbers, no drift, and that the trained policy falls to chance where the figure is blank."""
+    resident, save_step = [], grpo.RunDir.save_step
+    monkeypatch.setattr(grpo.RunDir, "save_step", lambda *args: save_step(*args) or resident.append(
+        resident_mib() if os.path.exists("/proc/self/status") else 0.0))
     config = demo.DemoConfig(output_dir=str(tmp_path), dataset=str(data), seed=0, experiment_name="run")
     path = demo.run(config)
     results = json.loads((path / "results.json").read_text())
@@ -103,6 +122,7 @@ def test_the_demo_learns_to_look(tmp_path, data):
     assert after["accuracy"]["value"] >= max(0.90, before["accuracy"]["value"] + 0.20)
     assert after["format_rate"]["value"] >= 0.95 and results["mcnemar_p"] < 1e-3
     metrics = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    check_no_drift(resident, metrics)
     assert len(metrics) == config.steps and max(m["trainer/dlogp_max"] or 0 for m in metrics) <= 1e-4
 
     config.adapter = str(path / f"step-{config.steps}")

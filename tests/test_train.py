@@ -1,6 +1,8 @@
 """Whole runs on tiny policies: the run directory, the metrics, the command line, and that a run repeats itself."""
 
 import dataclasses
+import functools
+import inspect
 import json
 import subprocess
 import sys
@@ -8,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from batches import questions
+from batches import prompts_of, questions
 
 import grpo
+import loading
 import rundir
 import settings
 from hub import UserError
@@ -249,6 +252,42 @@ def test_the_program_itself_stops_without_a_gpu():
         pytest.skip("there is a CUDA GPU here")
     done = grpo_command()
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1 and "demo.py" in done.stderr
+
+
+def test_kernels_that_cannot_run_here_are_switched_off(load, monkeypatch, capsys):
+    """flash-linear-attention can be imported where there is no GPU; transformers would then call it."""
+    import transformers.models.qwen3_5.modeling_qwen3_5 as qwen
+
+    policy = load()
+    names = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn",
+             "causal_conv1d_update")
+    for name in names:
+        @functools.wraps(inspect.unwrap(getattr(qwen, name)))
+        def kernel(*_, **__):
+            raise RuntimeError("needs a GPU")
+
+        monkeypatch.setattr(qwen, name, kernel)
+    prompts = prompts_of(policy, questions())
+    with pytest.raises(RuntimeError, match="needs a GPU"):
+        grpo.sample(policy, prompts, 1, 2)
+    assert loading.kernels_line(policy.base, True) == "attention: sdpa; gated delta rule: torch reference"
+    assert grpo.sample(policy, prompts, 1, 2).lengths.min() >= 1
+
+
+@pytest.mark.parametrize("installed, allowed, line", [
+    ({"fla", "causal_conv1d"}, True, "flash-linear-attention; convolution: causal-conv1d"),
+    ({"fla"}, True, "flash-linear-attention; convolution: torch (pip install causal-conv1d)"),
+    (set(), True, "torch reference, correct but slower: pip install flash-linear-attention causal-conv1d"),
+    ({"fla", "causal_conv1d"}, False, "torch reference")])
+def test_the_line_about_kernels_on_a_gpu(load, monkeypatch, installed, allowed, line):
+    import transformers.models.qwen3_5.modeling_qwen3_5 as qwen
+
+    base, before = load().base, qwen.torch_chunk_gated_delta_rule
+    monkeypatch.setattr(loading, "importable", lambda package: package in installed)
+    monkeypatch.setattr(type(base), "device", torch.device("cuda"))
+    assert loading.kernels_line(base, allowed) == f"attention: sdpa; gated delta rule: {line}"
+    if allowed:
+        assert qwen.torch_chunk_gated_delta_rule is before
 
 
 @pytest.mark.parametrize("damage, message", [

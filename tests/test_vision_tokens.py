@@ -187,10 +187,26 @@ def test_too_long_a_shape_is_a_user_error(load):
         prompts_of(policy, [dataclasses.replace(questions()[0], image=figure((300, 1), 0))])
 
 
-def test_tower_runs_once_for_each_figure(load):
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"])
+def test_figures_in_parts_give_the_same_features(load, monkeypatch, family):
+    policy = load(family)
+    whole, parts = prompts_of(policy, questions()), prompts_of(policy, questions())
+    vision_tokens.encode_figures(policy.base, whole)
+    monkeypatch.setattr(vision_tokens, "PATCHES_AT_ONCE", int(parts.image_grid_thw.prod(-1)[:2].sum()))
+    assert [len(figures) for figures in vision_tokens.figures_at_once(parts)] == [2, 1]
+    vision_tokens.encode_figures(policy.base, parts)
+    pairs = list(zip(whole.features.pooler_output, parts.features.pooler_output, strict=True))
+    for layers in zip(*(getattr(p.features, "deepstack_features", None) or [] for p in (whole, parts)), strict=True):
+        pairs += zip(*layers, strict=True)
+    assert len(pairs) == (9 if family == "qwen3_vl" else 3)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in pairs)
+
+
+def test_tower_runs_once_for_each_figure(load, monkeypatch):
     import grpo
 
     policy, seen = load(), []
+    monkeypatch.setattr(vision_tokens, "PATCHES_AT_ONCE", 1)
     policy.base.model.visual.register_forward_hook(lambda module, args, kwargs, output: seen.append(kwargs["grid_thw"]),
                                                    with_kwargs=True)
     prompts = prompts_of(policy, questions())
