@@ -35,7 +35,8 @@ SECTIONS = {
     "Licence": "许可证",
 }
 OF_OTHER_PROGRAMS = {"--logdir", "--enable-lora", "--max-lora-rank", "--lora-modules"}
-SAVED_BY_THE_READER = {"my_loss.py", "make_data.py", "use_adapter.py", "train.parquet", "test.parquet"}
+PROGRAMS_SAVED = {"my_loss.py", "make_data.py"}
+SAVED_BY_THE_READER = PROGRAMS_SAVED | {"use_adapter.py", "train.parquet", "test.parquet"}
 MADE_BY_A_RUN = {
     "report.html", "results.json", "eval-base.json", "eval-step-100.json", "metrics.jsonl", "evaluations.jsonl",
     "rollouts.jsonl", "questions.jsonl", "figures/", "step-25/", "optimizer.safetensors", "state.json", "config.json"}
@@ -157,13 +158,13 @@ def test_every_command_parses(name, monkeypatch):
     monkeypatch.setattr(report, "compare_blocks", lambda paths: ({}, []))
     monkeypatch.setattr(report, "write_page", lambda path, blocks: None)
     found = commands(READMES[name])
-    assert {program for program, _ in found} == {"grpo.py", "demo.py", "report.py", "my_loss.py", "make_data.py"}
+    assert {program for program, _ in found} == {"grpo.py", "demo.py", "report.py", "tests/gpu_check.py", *PROGRAMS_SAVED}
     for program, arguments in found:
         assert (ROOT / program).is_file() or program in SAVED_BY_THE_READER, program
         arguments = shlex.split(arguments)
         if program == "report.py":
             report.main(arguments)
-        elif program == "make_data.py":
+        elif program in ("make_data.py", "tests/gpu_check.py"):
             assert not arguments
         elif arguments != ["--help"]:
             parse(grpo.Config if program == "grpo.py" else demo.DemoConfig, arguments)
