@@ -35,7 +35,7 @@ RESERVE = GIB  # of a card, for what is not a tensor of ours
 CARDS = 24, 16, 12  # GiB
 PROMPT_TOKENS = 512  # assumed before the questions are known: 320 of the figure, the rest text
 NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)  # a weight, and its share of the doubly quantised scales
-MOST_TOKENS_PER_MICRO_BATCH = 16384  # a larger one is no faster
+MOST_TOKENS_PER_MICRO_BATCH = 16384  # so many keep a GPU busy; more would only take memory
 
 
 class Allocations(TorchDispatchMode):

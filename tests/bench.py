@@ -191,6 +191,7 @@ def our_worker(options, send):
                                              for rows in all_rows.split(options.rows)]
     meter = Meter(policy.base)
     grpo.sample, grpo.update = meter.timed("sampling", grpo.sample), meter.timed("learning", grpo.update)
+    policy.base.forward = meter.timed("forward", policy.base.forward)  # the sampler's; the learner calls base.model
     send({"loaded": resident("VmRSS"), "trained": sum(p.numel() for p in policy.parameters())})
     while step_is_due():
         meter.start()
@@ -366,6 +367,8 @@ def compare(options, folder):
             if t < options.warmup:
                 worker.steps.clear()
     print_table(workers)
+    share = statistics.median(step["forward"] / step["sampling"] for step in workers[0].steps)
+    print(f"\nours: {share:.0%} of the sampling time is inside the model's forward")
     for worker in workers:
         worker.process.stdin.close()
         worker.process.wait()

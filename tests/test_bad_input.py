@@ -332,7 +332,7 @@ def test_odd_figures_that_can_be_used(folders, tmp_path):
     data = make_data_set(tmp_path / "data", [question_row(i, image={"bytes": figure, "path": None})
                                              for i, figure in enumerate(figures)])
     assert command(flags(folders(), data, tmp_path, steps=1, batch_size=5)) == 0
-    assert len(list((tmp_path / "run" / "figures").iterdir())) == 5
+    assert len(list((tmp_path / "run" / "figures").iterdir())) == 10  # of both splits
 
 
 # Text for the terminal
