@@ -239,7 +239,7 @@ def sample(policy, prompts, group_size, max_tokens, temperature=1.0, top_p=1.0, 
         cache, logits = prefill(policy, prompts, which)
         cache.reorder_cache(prompt_of_row)  # each prompt was prefilled once, and now serves all its rows
         decode(policy, prompts, rollouts, wave, wave // group_size, cache, logits[prompt_of_row], top_p, progress)
-        del cache, logits  # else they would lie beside those of the next wave
+        del cache, logits  # before the next wave has its own
     return rollouts
 
 
