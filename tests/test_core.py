@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import math
+import types
 import weakref
 
 import bitsandbytes as bnb
@@ -246,6 +247,21 @@ def test_gradient_is_the_closed_form_for_any_micro_batches(load, temperature):
     one, some, whole = (gradient(policy, prompts, rollouts, advantages, budget) for budget in budgets)
     assert relative(one, whole) <= 1e-5 and relative(some, whole) <= 1e-5
     assert relative(whole, naive_gradient(policy, prompts, rollouts, advantages)) <= 1e-5
+
+
+@pytest.mark.parametrize("budget", [1, 300, 1000, 10**6])
+def test_micro_batches_keep_to_their_budget(budget):
+    """Padding included: a row is as wide as the longest of its micro-batch, prompt and completion."""
+    generator = torch.Generator().manual_seed(0)
+    widths, lengths = (torch.randint(1, 200, (count,), generator=generator) for count in (6, 24))
+    prompts = types.SimpleNamespace(ids=range(6), attention_mask=(torch.arange(200) < widths[:, None]).long())
+    rollouts = types.SimpleNamespace(tokens=torch.zeros(24, 200), lengths=lengths)
+    rows = torch.arange(24)[torch.arange(24) % 5 > 0]
+    cut = grpo.micro_batches(prompts, rollouts, rows, grpo.Config(tokens_per_micro_batch=budget))
+    assert torch.equal(torch.cat(cut).sort().values, rows)
+    for micro in cut:
+        assert len(micro) == 1 or len(micro) * (widths[micro // 4] + lengths[micro]).max() <= budget
+    assert budget == 1 or len(cut) <= 3 * (widths[rows // 4] + lengths[rows]).sum() / budget + 1, "too many"
 
 
 def test_checkpointing_and_logit_chunks_change_nothing(load, monkeypatch):
