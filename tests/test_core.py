@@ -113,6 +113,17 @@ def test_waves_and_prefill_in_chunks_change_no_token(load, monkeypatch, family):
         assert dlogp(policy, prompts, waves) <= 1e-4
 
 
+def test_prefill_takes_as_many_prompts_as_it_may(load, monkeypatch):
+    policy, sizes, first_forward = load(), [], grpo.first_forward
+    prompts = prompts_of(policy, questions())
+    monkeypatch.setattr(grpo, "first_forward", lambda model, input_ids, **prepared: sizes.append(len(input_ids))
+                        or first_forward(model, input_ids, **prepared))
+    for tokens in (2 * prompts.input_ids.shape[1], 1):
+        monkeypatch.setattr(grpo, "PREFILL_TOKENS", tokens)
+        grpo.sample(policy, prompts, 1, 1)
+    assert sizes == [2, 1] + [1, 1, 1]
+
+
 def test_a_wave_leaves_nothing_beside_the_next(load, monkeypatch):
     policy, prefill, living = load(), grpo.prefill, []
 
