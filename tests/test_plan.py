@@ -149,6 +149,15 @@ def test_the_default_setting_fits_24_gib(article):
         assert chosen.rollouts_at_once == 64 and chosen.tokens_per_micro_batch >= 4 * planned.width
 
 
+def test_the_peak_of_a_phase_has_all_that_is_there_at_once(article):
+    planned = article[0][0]
+    few = planned.sampling_peak(8, 1) - planned.fixed
+    assert few >= planned.prefill(8, 1) > planned.decoding(8), "prefill is the highest moment of few rows"
+    assert planned.sampling_peak(64, 8) - planned.fixed >= planned.decoding(64) > planned.prefill(64, 8)
+    learned = planned.learning_peak(4 * planned.width) - planned.fixed
+    assert learned >= planned.adapter + planned.learned["kept"](4) + planned.learned["layers"](4), "gradient too"
+
+
 def test_smaller_cards_get_smaller_waves_and_micro_batches(article):
     planned = article[0][0]
     choices = [planned.choose(size * GIB)[0] for size in (24, 12, 10, 8)]
