@@ -13,6 +13,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 
 from hub import UserError, hub_folder
+from kv_cache import one_token_convolution, one_token_delta_rule
 from rundir import describe
 from vision_tokens import IMAGE_TOKEN, template_ids
 
@@ -64,16 +65,19 @@ def fused_kernels(model, allowed):
     """Whether the recurrent layers of `model` run flash-linear-attention's kernels; False switches them off for good.
 
     transformers takes flash-linear-attention and causal-conv1d where they can be imported, on a CPU too, where they
-    cannot run. Each function of theirs stands for a reference in torch, which is put back here.
+    cannot run. Each function of theirs stands for a reference in torch, which is put back here where they are not to
+    be used; for a single token, one of ours around it.
     """
-    module = sys.modules[type(model.model.language_model).__module__]
-    names = [name for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn",
-                               "causal_conv1d_update") if hasattr(module, name)]
     allowed = allowed and model.device.type == "cuda"
-    for name in names:
-        if not allowed:
-            setattr(module, name, inspect.unwrap(getattr(module, name)))
-    return bool(allowed and names and importable("fla"))
+    fla, convolution = (allowed and importable(package) for package in ("fla", "causal_conv1d"))
+    module = sys.modules[type(model.model.language_model).__module__]
+    for name, fused, ours in (("torch_chunk_gated_delta_rule", fla, None), ("causal_conv1d_fn", convolution, None),
+                              ("torch_recurrent_gated_delta_rule", fla, one_token_delta_rule),
+                              ("causal_conv1d_update", convolution, one_token_convolution)):
+        if hasattr(module, name) and not fused:
+            reference = inspect.unwrap(getattr(module, name))
+            setattr(module, name, ours(reference) if ours else reference)
+    return fla and hasattr(module, "torch_chunk_gated_delta_rule")
 
 
 def kernels_line(model, allowed):
