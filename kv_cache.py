@@ -1,4 +1,8 @@
-"""The sampler's cache of keys, values and recurrent states: joined from several prefills, grown in blocks."""
+"""The sampler's cache of keys, values and recurrent states: joined from several prefills, grown in blocks, and for the
+recurrent layers updated in place by a token.
+"""
+
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -70,3 +74,51 @@ def extend(cache, tokens):
             rows, heads, length, width = layer.keys.shape
             for some in torch.arange(tokens).split(BLOCK):
                 layer.update(*layer.keys.new_zeros(2, rows, heads, len(some), width))
+
+
+# A gated delta net keeps a state S (key width, value width) for each head. The library's reference in torch walks over
+# it a dozen times for a token, with copies; for one token that is most of the sampler's time.
+
+
+def one_token_delta_rule(reference):
+    """The library's recurrent rule -> the same for one token without gradients, which updates the state in place.
+
+    S <- exp(g) S;  S <- S + k (beta (v - k S));  out = q S   (gated delta rule, arXiv 2412.06464, eq. 10)
+    query, key: (rows, 1, key heads, K); value: (rows, 1, heads, V); g, beta: (rows, 1, heads); S: (rows, heads, K, V)
+    """
+    @functools.wraps(reference)
+    def rule(query, key, value, g, beta, initial_state=None, use_qk_l2norm_in_kernel=False, **others):
+        if query.shape[1] != 1 or initial_state is None or torch.is_grad_enabled():
+            return reference(query, key, value, g=g, beta=beta, initial_state=initial_state,
+                             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **others)
+        rows, heads, key_width, value_width = initial_state.shape
+        count = rows * heads
+
+        def each_head(x):
+            x = x.float()
+            if use_qk_l2norm_in_kernel:
+                x = x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+            return x.repeat_interleave(heads // x.shape[2], 2).reshape(count, 1, key_width)
+
+        key, query = each_head(key), each_head(query) / key_width**0.5
+        state = initial_state.view(count, key_width, value_width)
+        state.mul_(g.float().exp().reshape(count, 1, 1))
+        error = value.float().reshape(count, 1, value_width) - torch.bmm(key, state)
+        state.baddbmm_(key.transpose(1, 2), error * beta.float().reshape(count, 1, 1))
+        return torch.bmm(query, state).view(rows, 1, heads, value_width).to(value.dtype), initial_state
+    return rule
+
+
+def one_token_convolution(reference):
+    """The library's convolution of one more token -> the same without a general convolution.
+
+    hidden_states: (rows, channels, 1); conv_state: (rows, channels, width), the last inputs; weight: (channels, width)
+    """
+    @functools.wraps(reference)
+    def convolution(hidden_states, conv_state, weight, bias=None, activation=None):
+        if hidden_states.shape[-1] != 1 or bias is not None or activation != "silu" or torch.is_grad_enabled():
+            return reference(hidden_states, conv_state, weight, bias, activation)
+        conv_state.copy_(torch.cat([conv_state[..., 1:], hidden_states], -1))
+        out = (conv_state.float() * weight.float()).sum(-1, keepdim=True).to(weight.dtype)
+        return F.silu(out).to(hidden_states.dtype)
+    return convolution

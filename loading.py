@@ -13,12 +13,15 @@ import transformers
 from safetensors import SafetensorError, safe_open
 
 from hub import UserError, hub_folder
+from kv_cache import one_token_convolution, one_token_delta_rule
 from rundir import describe
 from vision_tokens import IMAGE_TOKEN, template_ids
 
 SUPPORTED_MODELS = ("qwen3_5", "qwen3_vl", "qwen2_5_vl", "qwen2_vl")
-KERNELS = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn",
-           "causal_conv1d_update")  # functions of the model's module: a kernel where one is installed, else torch
+KERNELS = {  # function of the model's module -> package that may have put a kernel there, ours for one token in torch
+    "torch_chunk_gated_delta_rule": ("fla", None), "causal_conv1d_fn": ("causal_conv1d", None),
+    "torch_recurrent_gated_delta_rule": ("fla", one_token_delta_rule),
+    "causal_conv1d_update": ("causal_conv1d", one_token_convolution)}
 INSTALLED = {}  # (module, function) -> what transformers has found, before the torch reference was put in its place
 
 
@@ -67,15 +70,22 @@ def fused_kernels(model, allowed):
     """Switches kernels on or off for models of this kind -> whether recurrent layers run flash-linear-attention's.
 
     transformers takes flash-linear-attention and causal-conv1d where they can be imported, on a CPU too, where they
-    cannot run. Each function of theirs stands for a reference in torch, which is put back here.
+    cannot run. Each function of theirs stands for a reference in torch, which is put back here where they are not to
+    be used; for a single token, one of ours around it.
     """
-    module = sys.modules[type(model.model.language_model).__module__]
-    names = [name for name in KERNELS if hasattr(module, name)]
     allowed = allowed and model.device.type == "cuda"
-    for name in names:
-        installed = INSTALLED.setdefault((module.__name__, name), getattr(module, name))
-        setattr(module, name, installed if allowed else inspect.unwrap(installed))
-    return bool(allowed and names and importable("fla"))
+    module = sys.modules[type(model.model.language_model).__module__]
+    for name, (package, _) in KERNELS.items():
+        if hasattr(module, name):
+            installed = INSTALLED.setdefault((module.__name__, name), getattr(module, name))
+            setattr(module, name, installed if allowed and importable(package) else without_kernel(name, installed))
+    return bool(allowed and hasattr(module, "torch_chunk_gated_delta_rule") and importable("fla"))
+
+
+def without_kernel(name, function):
+    """The torch code of a function named in KERNELS."""
+    reference, ours = inspect.unwrap(function), KERNELS[name][1]
+    return ours(reference) if ours else reference
 
 
 def kernels_line(model, allowed):

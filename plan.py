@@ -10,7 +10,6 @@ What a CUDA card adds is assumed, not measured: RESERVE for the context, librari
 import contextlib
 import copy
 import dataclasses
-import inspect
 import itertools
 import math
 import sys
@@ -35,6 +34,7 @@ from loading import (
     fused_kernels,
     precision,
     quiet_libraries,
+    without_kernel,
 )
 from vision_tokens import encode_figures, encode_prompts, vision_token_count
 
@@ -234,7 +234,7 @@ def delta_rule(skeleton, fused):
     module = sys.modules[type(skeleton.text).__module__]
     installed = {name: getattr(module, name) for name in KERNELS if hasattr(module, name)}
     for name, function in installed.items():
-        setattr(module, name, fused_delta_rule if fused and "chunk" in name else inspect.unwrap(function))
+        setattr(module, name, fused_delta_rule if fused and "chunk" in name else without_kernel(name, function))
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import functools
 import math
 import types
@@ -141,6 +142,47 @@ def plain_layer(keys, values):
     layer = DynamicLayer()
     layer.update(keys, values)
     return layer
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("key_heads, heads", [(2, 2), (1, 4)])
+def test_one_token_of_a_recurrent_layer_is_the_librarys(dtype, tolerance, key_heads, heads):
+    import transformers.models.qwen3_5.modeling_qwen3_5 as qwen
+
+    torch.manual_seed(0)
+    rule, convolution = (inspect.unwrap(getattr(qwen, name)) for name in (
+        "torch_recurrent_gated_delta_rule", "causal_conv1d_update"))
+    expected_state = torch.randn(3, heads, 8, 16)
+    state, inputs, weight = expected_state.clone(), torch.randn(3, 12, 4, dtype=dtype), torch.randn(12, 4, dtype=dtype)
+    with torch.no_grad():
+        for _ in range(5):
+            query, key = torch.randn(2, 3, 1, key_heads, 8, dtype=dtype)
+            value, beta = torch.randn(3, 1, heads, 16, dtype=dtype), torch.rand(3, 1, heads, dtype=dtype)
+            options = dict(g=-torch.rand(3, 1, heads), beta=beta, output_final_state=True, use_qk_l2norm_in_kernel=True)
+            expected, expected_state = rule(query, key, value, initial_state=expected_state, **options)
+            found, same = kv_cache.one_token_delta_rule(rule)(query, key, value, initial_state=state, **options)
+            assert same is state and found.dtype == expected.dtype and found.shape == expected.shape
+            assert torch.allclose(found, expected, atol=tolerance, rtol=tolerance)
+            assert torch.allclose(state, expected_state, atol=1e-5)
+
+            token, copy_of_inputs = torch.randn(3, 12, 1, dtype=dtype), inputs.clone()
+            expected = convolution(token, copy_of_inputs, weight, None, "silu")
+            found = kv_cache.one_token_convolution(convolution)(token, inputs, weight, None, "silu")
+            assert torch.allclose(found, expected, atol=tolerance, rtol=tolerance) and found.dtype == dtype
+            assert torch.equal(inputs, copy_of_inputs)
+
+
+def test_gradients_and_several_tokens_go_to_the_librarys_rule():
+    calls = []
+    rule = kv_cache.one_token_delta_rule(lambda *args, **options: calls.append(options["initial_state"]))
+    one, two, state = torch.zeros(1, 1, 1, 2), torch.zeros(1, 2, 1, 2), torch.zeros(1, 1, 2, 2)
+    gate = torch.zeros(1, 1, 1)
+    rule(one, one, one, gate, gate, initial_state=state)  # with gradients
+    with torch.no_grad():
+        rule(one, one, one, gate, gate)
+        rule(two, two, two, gate, gate, initial_state=state)
+        assert len(calls) == 3
+        assert rule(one, one, one, gate, gate, initial_state=state)[1] is state and len(calls) == 3
 
 
 def test_growing_cache_holds_what_a_plain_one_holds(monkeypatch):
