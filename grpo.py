@@ -546,6 +546,9 @@ def accumulate_gradients(policy, prompts, rollouts, advantages, rows, config, ba
         logprobs = completion_logprobs(policy, prompts, rollouts, micro)
         per_token = LOSS_FNS[config.loss_fn](logprobs, rollouts.logprobs[micro], advantages[micro], mask,
                                              **loss_bounds(config))
+        if per_token.shape != logprobs.shape:
+            raise UserError(f"--loss-fn {config.loss_fn} gives a loss of shape {tuple(per_token.shape)}; it must give "
+                            f"one for each token, {tuple(logprobs.shape)}")
         if config.kl_coef:  # k3 estimate of KL(policy || base)
             away = log_ratio(base_logprobs[micro], logprobs)
             per_token = per_token + config.kl_coef * (away.exp() - 1 - away)

@@ -38,7 +38,7 @@ def hub_folder(name, repo_type, revision="", patterns=None) -> tuple[Path, str]:
         raise UserError(f"{what} is not on the hub, or needs a login (HF_TOKEN); {instead}") from error
     # The client lets errors of its HTTP library through, and which library that is differs between its versions.
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0][:200]
-        raise UserError(f"{what} could not be fetched ({type(error).__name__}: {reason}); {instead}; HF_HOME sets the "
-                        "folder of the cache, HF_ENDPOINT a mirror of the hub") from error
+        reason = (str(error).strip().splitlines() or [""])[0].partition(". ")[0][:200]
+        raise UserError(f"{what} could not be fetched ({type(error).__name__}: {reason}) and is no folder here; "
+                        f"{instead}; HF_HOME sets the folder of the cache, HF_ENDPOINT a mirror of the hub") from error
     return folder, folder.name

@@ -39,7 +39,7 @@ from loading import (
 from vision_tokens import encode_figures, encode_prompts, vision_token_count
 
 GIB = 2**30
-RESERVE = GIB  # of a card, for what is not a tensor of ours
+RESERVE, MARGIN = GIB, 0.03  # bytes, and a share, of a card: for CUDA itself, fragments, and what drives a screen
 CARDS = 24, 16, 12  # GiB
 PROMPT_TOKENS = 512  # assumed before the questions are known: 320 of the figure, the rest text
 NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)  # a weight, and its share of the doubly quantised scales
@@ -182,7 +182,8 @@ class Skeleton:
 
     def weigh(self, nf4):
         """Sets `weights`, bytes of the whole model by group, and `adapter_size`, the adapter's number of weights."""
-        groups = dict.fromkeys(("vision tower", "embedding and head", "language model, 4-bit", "language model"), 0)
+        groups = dict.fromkeys(("vision tower", "embedding and head", "language model, 4-bit",
+                                "language model, not 4-bit"), 0)
         self.adapter_size = 0
         for name, parameter in self.model.named_parameters():  # tied ones once
             layer = name.partition("language_model.layers.")[2].partition(".")[0]
@@ -196,7 +197,7 @@ class Skeleton:
             elif nf4 and ".base_layer." in name:
                 groups["language model, 4-bit"] += size * NF4_BYTES
             else:
-                groups["language model"] += size * parameter.itemsize
+                groups["language model, not 4-bit"] += size * parameter.itemsize
         self.weights = {name: size for name, size in groups.items() if size}
 
     def forward(self, rows, width, cached=0, **inputs):
@@ -319,6 +320,11 @@ def cache_bytes(cache):
     return [sum(t.untyped_storage().nbytes() for t in tensors(layer) if t is not None) for layer in cache.layers]
 
 
+def room_of(card):
+    """Bytes of a card that tensors of ours may take."""
+    return card * (1 - MARGIN) - RESERVE
+
+
 class Plan:
     """The bytes of each phase as functions of the rows at once, for one path of the gated delta rule."""
 
@@ -380,7 +386,7 @@ class Plan:
 
     def choose(self, card):
         """-> (the config with what it leaves open set for a card of `card` bytes, the peak of each phase)."""
-        config, room = self.config, card - RESERVE
+        config, room = self.config, room_of(card)
         rows = config.batch_size * config.group_size
         at_once = config.rollouts_at_once or self.most_rows(max(rows, config.eval_batch_size), 1, room)
         tokens = config.tokens_per_micro_batch or self.most_tokens(room)
@@ -391,15 +397,31 @@ class Plan:
             peaks["evaluation"] = self.sampling_peak(min(config.eval_batch_size, at_once), 1)
         return dataclasses.replace(config, rollouts_at_once=at_once, tokens_per_micro_batch=tokens), peaks
 
+    def shorter(self, max_tokens):
+        """The plan of completions of at most `max_tokens` tokens: what a row takes goes with its length."""
+        other, prompt = copy.copy(self), self.width - self.config.max_tokens
+        other.config, other.width = dataclasses.replace(self.config, max_tokens=max_tokens), prompt + max_tokens
+        other.learned, other.sampled = ({
+            name: f if name in ("recurrent", "logits", "layer", "prefill", "prompt cache")
+            else Affine(f.base, f.each * other.width / self.width) for name, f in of.items()}
+            for of in (self.learned, self.sampled))
+        return other
+
+    def fits(self, room):
+        """Whether one row at a time fits into `room` bytes."""
+        return max(self.sampling_peak(1, 1), 0 if self.config.eval_only else self.learning_peak(1)) <= room
+
     def advice(self, card):
         """The flag that lowers the highest peak most, or "" where everything fits."""
         chosen, peaks = self.choose(card)
-        room, phase = card - RESERVE, max(peaks, key=peaks.get)
-        shorter = f"--max-tokens {self.config.max_tokens // 2}"
+        room, phase = room_of(card), max(peaks, key=peaks.get)
         if peaks[phase] <= room:
             return ""
         if self.fixed > room:
             return "a smaller --base-model" if chosen.quantization != "none" else "--quantization nf4"
+        lengths = range(self.config.max_tokens // 64 * 64, 0, -64)
+        fitting = next((length for length in lengths if self.shorter(length).fits(room)), None)
+        shorter = f"--max-tokens {fitting}" if fitting else "a smaller --base-model"
         if phase == "learning":
             if chosen.activation_checkpointing == "off":
                 return "--activation-checkpointing on"
@@ -432,7 +454,9 @@ PATHS = {False: "torch reference", True: "flash-linear-attention"}
 
 
 def plan_text(program, config):
-    """What `--plan` prints. `program` is the module grpo."""
+    """What `--plan` prints. `program` is the module grpo. Raises UserError for a run on the CPU."""
+    if config.device == "cpu":
+        raise UserError("--plan is about a GPU's memory: give --device cuda, whether there is one here or not")
     quiet_libraries(torch.device("cpu"))
     if config.eval_only:  # a question has one completion there
         config = dataclasses.replace(config, batch_size=config.eval_batch_size, group_size=1)
@@ -447,6 +471,7 @@ def plan_text(program, config):
              f"{'gated delta rule:':42}" + "".join(f"{PATHS[plan.fused]:>25}" for plan in plans)]
     for row, name in enumerate(columns[0]):
         lines.append(f"{name:42}" + "".join(f"{list(column.values())[row]:>25}" for column in columns))
+    lines.append("A peak is the base, the adapter, its moments, and the largest of what comes one after another.")
     for plan in plans:
         lines += ["", f"cards, {PATHS[plan.fused]}:"]
         lines += [card_line(plan, size * GIB) for size in sorted({*CARDS, round(card / GIB)}, reverse=True)]
@@ -474,7 +499,7 @@ def plan_rows(plan, card):
     if config.eval_only:
         text = {name: value for name, value in text.items() if "learning" not in name and "micro-batch" not in name}
     total = max(peaks.values()) + RESERVE
-    return text | {f"total, {RESERVE / GIB:.0f} for CUDA itself among it": f"{total / GIB:.2f} of {card / GIB:.0f}"}
+    return text | {f"total with {RESERVE / GIB:.0f} for CUDA itself": f"{total / GIB:.2f} of {card / GIB:.0f}"}
 
 
 def card_line(plan, card):
@@ -482,8 +507,8 @@ def card_line(plan, card):
     config, peaks = plan.choose(card)
     if advice := plan.advice(card):
         return f"{card / GIB:5.0f} GiB  does not fit; what helps most: {advice}"
-    return (f"{card / GIB:5.0f} GiB  fits, with --rollouts-at-once {config.rollouts_at_once} --tokens-per-micro-batch "
-            f"{config.tokens_per_micro_batch}: {(max(peaks.values()) + RESERVE) / GIB:.1f} GiB")
+    return (f"{card / GIB:5.0f} GiB  fits: {(max(peaks.values()) + RESERVE) / GIB:.1f} GiB; a run on it chooses "
+            f"--rollouts-at-once {config.rollouts_at_once} --tokens-per-micro-batch {config.tokens_per_micro_batch}")
 
 
 def card_bytes(device=None):

@@ -491,3 +491,13 @@ def test_records_of_distillation_hold_the_mean_advantage(load):
     advantages, _ = grpo.distillation_advantages(policy, policy, batch, config)
     record = rundir.rollout_records(batch, advantages)[5]
     assert record["advantage"] == pytest.approx(advantages[5, :record["length"]].mean().item(), abs=1e-6)
+
+
+def test_a_loss_that_is_no_loss_of_tokens_is_refused(load, monkeypatch):
+    policy = load()
+    prompts = prompts_of(policy, questions())
+    rollouts = grpo.sample(policy, prompts, 2, 4)
+    monkeypatch.setitem(grpo.LOSS_FNS, "scalar", lambda logprobs, old, advantages, mask: (logprobs * advantages).mean())
+    with pytest.raises(UserError, match=r"scalar gives a loss of shape \(\); it must give one for each token"):
+        grpo.accumulate_gradients(policy, prompts, rollouts, rollouts.logprobs, torch.arange(6),
+                                  grpo.Config(loss_fn="scalar"))
