@@ -34,7 +34,7 @@ SECTIONS = {
     "Where it differs from the article, and from the paper": "与文章、论文的不同之处",
     "Licence": "许可证",
 }
-OF_OTHER_PROGRAMS = {"--logdir", "--enable-lora", "--max-lora-rank", "--lora-modules"}
+OF_OTHER_PROGRAMS = {"--logdir", "--enable-lora", "--max-lora-rank", "--lora-modules", "--index-url"}
 PROGRAMS_SAVED = {"my_loss.py", "make_data.py"}
 SAVED_BY_THE_READER = PROGRAMS_SAVED | {"use_adapter.py", "train.parquet", "test.parquet"}
 MADE_BY_A_RUN = {
@@ -158,7 +158,7 @@ def test_every_command_parses(name, monkeypatch):
     monkeypatch.setattr(report, "compare_blocks", lambda paths: ({}, []))
     monkeypatch.setattr(report, "write_page", lambda path, blocks: None)
     found = commands(READMES[name])
-    programs = {"grpo.py", "demo.py", "report.py", "tests/gpu_check.py"} | PROGRAMS_SAVED
+    programs = {"grpo.py", "demo.py", "report.py", "tests/gpu_check.py", "tests/bench.py"} | PROGRAMS_SAVED
     assert {program for program, _ in found} == programs
     for program, arguments in found:
         assert (ROOT / program).is_file() or program in SAVED_BY_THE_READER, program
@@ -252,7 +252,3 @@ def test_both_readmes_have_the_same_numbers():
     for (_, title, english), (_, _, chinese) in both_sections():
         numbers = [sorted(set(re.findall(r"\d+(?:[.,]\d+)*", fences(body)[1]))) for body in (english, chinese)]
         assert numbers[0] == numbers[1], title
-
-
-def test_the_place_of_the_benchmark_is_marked_in_both():
-    assert all(text.count("<!-- bench -->") == 1 for text in READMES.values())
