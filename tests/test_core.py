@@ -435,7 +435,7 @@ def test_frequencies_match_the_softmax(load, monkeypatch, temperature):
     policy.stop_ids = torch.tensor([-1])
     prompts = prompts_of(policy, questions()[:1])
     torch.manual_seed(0)
-    pairs = torch.cat([grpo.sample(policy, prompts, 1000, 2, temperature).tokens for _ in range(20)])  # (20000, 2)
+    pairs = torch.cat([grpo.sample(policy, prompts, 1000, 2, temperature).tokens for _ in range(12)])  # (12000, 2)
 
     def probabilities(*continuation):
         ids = torch.cat([prompts.input_ids[0], torch.tensor(continuation, dtype=torch.long)])[None]

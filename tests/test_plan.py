@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import os
 import time
 
 import bitsandbytes as bnb
@@ -81,9 +82,8 @@ def test_plan_of_a_tiny_model(load, family, checkpointing):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", ["on", "off"])
-def test_plan_of_a_mid_size_model(mid_size, checkpointing):
-    check_phases(mid_size(activation_checkpointing=checkpointing), 60, activation_checkpointing=checkpointing)
+def test_plan_of_a_mid_size_model(mid_size):
+    check_phases(mid_size(activation_checkpointing="on"), 60, activation_checkpointing="on")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -222,12 +222,11 @@ def test_planning_runs_no_kernel_that_is_installed(load, monkeypatch):
 def test_advice_to_shorten_fits(article):
     """Where one row is too much: the length that is named fits, by the plan of that length."""
     planned = article[0][0]
-    advice = [planned.advice(size * GIB) for size in (6.9, 6.6)]
-    assert [text.split()[0] for text in advice] == ["--max-tokens", "--max-tokens"], advice
-    for size, text in zip((6.9, 6.6), advice):
-        shorter = grpo.Config(max_tokens=int(text.split()[1]))
-        again, = plan.make_plans(grpo, shorter, plan.model_config(plan.DEFAULT_MODEL)[0], fused=(False,))
-        assert again.advice(size * GIB) == ""
+    flag, length = planned.advice(6.6 * GIB).split()
+    assert flag == "--max-tokens"
+    again, = plan.make_plans(grpo, grpo.Config(max_tokens=int(length)), plan.model_config(plan.DEFAULT_MODEL)[0],
+                             fused=(False,))
+    assert again.advice(6.6 * GIB) == ""
 
 
 def test_planning_is_quick(article):
@@ -359,6 +358,7 @@ def test_learner_memory_does_not_grow_with_length_times_vocabulary(tmp_path, mon
         return grpo.Rollouts(tokens, torch.zeros(rows, length), torch.zeros(rows, length),
                              torch.full((rows,), length), torch.zeros(rows, dtype=torch.bool), 1.0)
 
+    torch.set_num_threads(min(2, os.cpu_count()))
     long = rollouts(4, 1024)
     assert allocated_at_most(lambda: grpo.completion_logprobs(policy, prompts, long, range(4)).sum().backward()) < 1e9
     short, gradients = rollouts(1, 256), []
@@ -368,4 +368,5 @@ def test_learner_memory_does_not_grow_with_length_times_vocabulary(tmp_path, mon
             parameter.grad = None
         find().sum().backward()
         gradients.append(torch.cat([p.grad.flatten().double() for p in policy.parameters()]))
+    torch.set_num_threads(1)
     assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[1].norm()

@@ -390,7 +390,7 @@ def test_other_errors_leave_the_last_complete_step_too(given, tmp_path, undistur
 # Kills
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.slow)])
 def test_killed_runs_end_as_the_undisturbed_one(folders, data, tmp_path, kills):
     if not hasattr(os, "fork"):
         pytest.skip("no fork on this system")

@@ -61,6 +61,7 @@ def config(folders, tmp_path, monkeypatch):
                        batch_size=2, group_size=4, max_tokens=8, lora_rank=4, learning_rate=1e-3)
 
 
+@pytest.mark.slow
 def test_command_on_real_figures(folders, geolaux, tmp_path):
     done = grpo_command("--base-model", str(folders()), "--dataset", str(geolaux), "--device", "cpu", "--steps", "2",
                         "--batch-size", "4", "--group-size", "4", "--max-tokens", "16", "--output-dir", str(tmp_path),
