@@ -162,8 +162,8 @@ def make_tokenizer():
     return tokenizer
 
 
-def new_model(tokenizer):
-    """An untrained Qwen3.5 that has every kind of layer of the real one, in float32."""
+def new_model(tokenizer, text_sizes=None, vision_sizes=None):
+    """An untrained Qwen3.5 that has every kind of layer of the real one, in float32; other sizes than the demo's."""
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
     text = {"vocab_size": len(tokenizer), "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4,
             "full_attention_interval": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
@@ -175,9 +175,9 @@ def new_model(tokenizer):
     vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 256, "num_heads": 4, "out_hidden_size": 96,
               "num_position_embeddings": 36, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
     model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(
-        text_config=text, vision_config=vision, tie_word_embeddings=True, image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"], vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"]))
+        text_config=text | (text_sizes or {}), vision_config=vision | (vision_sizes or {}), tie_word_embeddings=True,
+        image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"]))
     model.generation_config = GenerationConfig(  # the family's, sampling by default
         do_sample=True, temperature=1.0, top_k=20, top_p=0.95, pad_token_id=ids["<|endoftext|>"],
         eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]])

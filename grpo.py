@@ -493,8 +493,7 @@ def completion_logprobs(policy, prompts, rollouts, rows):
     logprobs = torch.cat([checkpoint(token_logprobs, model.get_output_embeddings(), some, targets,
                                      policy.forbidden_ids, rollouts.temperature, use_reentrant=False)
                           for some, targets in zip(states.split(LOGIT_CHUNK), tokens[mask].split(LOGIT_CHUNK))])
-    padded = logprobs.new_zeros(len(rows), rollouts.tokens.shape[1])
-    return padded.masked_scatter(rollouts.mask[rows], logprobs)
+    return logprobs.new_zeros(mask.shape).masked_scatter(mask, logprobs)
 
 
 def token_logprobs(head, hidden, tokens, forbidden_ids, temperature):

@@ -83,7 +83,7 @@ def extend(cache, tokens):
 def one_token_delta_rule(reference):
     """The library's recurrent rule -> the same for one token without gradients, which updates the state in place.
 
-    S <- exp(g) S;  S <- S + k (beta (v - k S));  out = q S   (gated delta rule, arXiv 2412.06464, eq. 10)
+    S <- exp(g) S;  S <- S + k (beta (v - k S));  out = q S   (gated delta rule, arXiv 2412.06464)
     query, key: (rows, 1, key heads, K); value: (rows, 1, heads, V); g, beta: (rows, 1, heads); S: (rows, heads, K, V)
     """
     @functools.wraps(reference)

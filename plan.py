@@ -4,7 +4,7 @@ The model's own code runs forward and backward on tensors without data (torch's 
 is counted while it lives. To be quick, the model has one decoder layer of each kind and few rows; a layer more, or a
 row more, adds what the two differ by. A test compares the result with the allocations of real runs.
 
-What a CUDA card adds is assumed, not measured: RESERVE for the context, libraries and fragmentation.
+What a CUDA card adds is assumed, not measured: RESERVE and MARGIN.
 """
 
 import contextlib
@@ -100,8 +100,9 @@ class DequantisedLinear(torch.nn.Module):
 
     def __init__(self, linear):
         super().__init__()
-        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-        self.weight = torch.nn.Parameter(linear.weight[:, :1].contiguous(), requires_grad=False)  # only to be asked
+        self.out_features = linear.out_features
+        # PEFT asks for its device and type.
+        self.weight = torch.nn.Parameter(linear.weight[:, :1].contiguous(), requires_grad=False)
 
     def forward(self, x):
         out = DequantisedProduct.apply(x, self.out_features)
@@ -336,9 +337,8 @@ class Plan:
             sampled = [sampling(program, skeleton, rows, prompt, config.max_tokens) for rows in (1, 2)]
         self.learned = {name: Affine.through(*(rows[name] for rows in learned)) for name in learned[0]}
         self.sampled = {name: Affine.through(*(rows[name] for rows in sampled)) for name in sampled[0]}
-        chunk = program.LOGIT_CHUNK
-        self.head_chunks = Affine.through(head(program, skeleton, chunk), head(program, skeleton, 2 * chunk))
-        self.logit_chunk = chunk
+        self.logit_chunk = program.LOGIT_CHUNK
+        self.head_chunks = Affine.through(*(head(program, skeleton, n * self.logit_chunk) for n in (1, 2)))
         self.weights = dict(skeleton.weights)
         self.adapter = 4 * skeleton.adapter_size
         self.optimizer = 0 if config.eval_only else 2 * self.adapter

@@ -57,10 +57,11 @@ def make_model(folder, questions):
     """Writes a random Qwen3.5 of about 7 M parameters, with the real image processor's sizes, to `folder`."""
     import torch
     from tokenizers import AddedToken
-    from transformers import GenerationConfig, Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3_5Tokenizer
+    from transformers import Qwen3_5Tokenizer
 
-    from demo import CHAT_TEMPLATE, SPECIAL
+    from demo import CHAT_TEMPLATE, SPECIAL, new_model
     from geoqa import format_question
+    from tiny import write_image_processor
 
     texts = [text for question in questions for text in (format_question(question), question.answer)]
     tokenizer = Qwen3_5Tokenizer().train_new_from_iterator([texts], vocab_size=2000, show_progress=False)
@@ -69,28 +70,17 @@ def make_model(folder, questions):
     tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|endoftext|>"
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
-    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
-    text = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 576, "num_hidden_layers": 8,
-            "full_attention_interval": 4, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64,
-            "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 1,
-            "linear_num_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": True,
-            "eos_token_id": ids["<|endoftext|>"],
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [3, 3, 2],
-                                "mrope_interleaved": True, "partial_rotary_factor": 0.25}}
-    vision = {"depth": 2, "hidden_size": 128, "intermediate_size": 512, "num_heads": 4, "out_hidden_size": 256,
-              "num_position_embeddings": 2304, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
     torch.manual_seed(0)
-    model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(
-        text_config=text, vision_config=vision, tie_word_embeddings=True, image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"], vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"]))
-    model.generation_config = GenerationConfig(do_sample=True, top_k=20, top_p=0.95, pad_token_id=ids["<|endoftext|>"],
-                                               eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]])
+    model = new_model(tokenizer, {
+        "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 576, "num_hidden_layers": 8,
+        "full_attention_interval": 4, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e7, "mrope_section": [3, 3, 2], "mrope_interleaved": True,
+            "partial_rotary_factor": 0.25}},
+        {"hidden_size": 128, "intermediate_size": 512, "out_hidden_size": 256, "num_position_embeddings": 2304})
     model.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps({
-        "image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "temporal_patch_size": 2,
-        "merge_size": 2, "size": {"shortest_edge": 65536, "longest_edge": 16777216}, "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3}))
+    write_image_processor(folder)
     return sum(weight.numel() for weight in model.parameters())
 
 

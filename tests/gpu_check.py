@@ -14,7 +14,6 @@ result is printed as soon as it is there. Memory is capped to --gib (24) of the 
 import argparse
 import gc
 import itertools
-import json
 import sys
 import tempfile
 import time
@@ -29,7 +28,7 @@ import demo
 import grpo
 import plan
 from loading import importable, quiet_libraries
-from tiny import make_tokenizer, model_config
+from tiny import make_tokenizer, model_config, write_image_processor
 
 MEAN_LENGTH = 280
 CASES = {"nf4": ("nf4", False), "nf4-fused": ("nf4", True), "bf16": ("none", False), "bf16-fused": ("none", True),
@@ -56,10 +55,7 @@ def make_model(folder, device, small):
                                    pad_token_id=ids["<|endoftext|>"])
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps({
-        "image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "temporal_patch_size": 2,
-        "merge_size": 2, "size": {"shortest_edge": 65536, "longest_edge": 16777216}, "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3}))
+    write_image_processor(folder)
 
 
 def bias_stop_token(policy, mean_length):

@@ -94,9 +94,13 @@ def make_policy_folder(folder, family="qwen3_5", seed=0, hidden=64, layers=4, mi
                                    pad_token_id=ids["<|endoftext|>"])
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    patch = config.vision_config.patch_size
+    write_image_processor(folder, config.vision_config.patch_size, min_pixels, max_pixels)
+    return folder
+
+
+def write_image_processor(folder, patch_size=16, min_pixels=65536, max_pixels=16777216):
+    """Writes `preprocessor_config.json`; the default sizes are the real policy's."""
     (folder / "preprocessor_config.json").write_text(json.dumps({
-        "image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": patch, "temporal_patch_size": 2,
+        "image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": patch_size, "temporal_patch_size": 2,
         "merge_size": 2, "size": {"shortest_edge": min_pixels, "longest_edge": max_pixels},
         "image_mean": [0.5] * 3, "image_std": [0.5] * 3}))
-    return folder
