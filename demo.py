@@ -33,7 +33,7 @@ from transformers import (AutoImageProcessor, GenerationConfig, Qwen3_5Config, Q
 
 import grpo
 from geoqa import Question, format_question
-from hub import UserError
+from support.errors import UserError
 from vision_tokens import encode_figures, encode_prompts, select_figures
 
 MODEL_FOLDER = Path(__file__).resolve().parent / "demo_model"

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hub import UserError, hub_folder
+from support.errors import UserError
+from support.hub import hub_folder
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -35,18 +35,18 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from checkpoints import NonFinite, nonfinite_record
-from cost import Meter, gpu_joules, step_energy
+from support.checkpoints import NonFinite, nonfinite_record
+from support.cost import Meter, gpu_joules, step_energy
 from geoqa import load_geoqa
-from hub import UserError
-from kv_cache import join_caches
-from loading import add_lora, checkpoints_activations, fused_kernels, kernels_line, load_base, pick_device
-from plan import fit_memory, memory_phase, plan_text
+from support.errors import UserError
+from support.kv_cache import join_caches
+from support.models import add_lora, checkpoints_activations, fused_kernels, kernels_line, load_base, pick_device
+from support.plan import fit_memory, memory_phase, plan_text
 from report import write_report
 from reward import grade
-from rundir import RunDir, batch_metrics, free_run_path, token_texts, update_metrics
-from settings import check_config, check_solutions, run_command_line, with_preset
-from trackers import PROJECT
+from support.rundir import RunDir, batch_metrics, free_run_path, token_texts, update_metrics
+from support.command_line import check_config, check_solutions, run_command_line, with_preset
+from support.trackers import PROJECT
 from vision_tokens import Prompts, encode_figures, encode_prompts, join_prompts, prompt_positions, select_figures
 
 LOGIT_CHUNK = 256  # tokens whose logits exist at once in the learner: 0.25 GB in float32, and a few copies of it

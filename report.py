@@ -19,11 +19,11 @@ from pathlib import Path
 from PIL import Image
 from tqdm import tqdm
 
-from checkpoints import write_whole
-from hub import UserError
-from rundir import compare, describe, mcnemar, printable, results_table, summarize
+from support.checkpoints import write_whole
+from support.errors import UserError, describe, printable
+from support.rundir import compare, mcnemar, results_table, summarize
 
-TEMPLATE = Path(__file__).with_name("report_page.html")
+TEMPLATE = Path(__file__).parent / "support" / "report_page.html"
 FIGURE_SIZE = 320  # pixels of a figure's longest side in the page
 ROLLOUT_BYTES = 14_000_000  # of rollouts in a page; a longer run shows every second step, every third, and so on
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps
 
 from geoqa import format_question
-from hub import UserError
+from support.errors import UserError
 
 IMAGE_TOKEN = "<|image_pad|>"  # the same string in the Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 families
 PATCHES_AT_ONCE = 16384  # of figures that go through the vision tower together

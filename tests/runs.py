@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from batches import figure
 
 import grpo
-import settings
+from support import command_line
 
 NOISY = ("time/", "rate/", "memory/")
 
@@ -55,7 +55,7 @@ def install_reward():
 def command(arguments):
     """Runs the command line in this process -> exit code."""
     try:
-        settings.run_command_line(grpo.Config, lambda c: grpo.evaluate(c) if c.eval_only else grpo.train(c), arguments)
+        command_line.run_command_line(grpo.Config, lambda c: grpo.evaluate(c) if c.eval_only else grpo.train(c), arguments)
     except SystemExit as stop:
         return stop.code
     return 0

@@ -232,8 +232,8 @@ def test_an_adapter_of_another_size(refused, adapter, tmp_path):
 
 
 def test_an_adapter_of_another_hub_model(load, adapter, tmp_path):
-    from hub import UserError
-    from loading import check_adapter
+    from support.errors import UserError
+    from support.models import check_adapter
 
     folder = shutil.copytree(adapter, tmp_path / "adapter")
     edit(folder / "adapter_config.json", base_model_name_or_path="Qwen/Qwen3.5-2B")

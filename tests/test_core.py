@@ -16,7 +16,7 @@ from conftest import FAMILIES
 from transformers.cache_utils import DynamicLayer
 
 import grpo
-import kv_cache
+from support import kv_cache
 import vision_tokens
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from runs import command, flags, install_reward, lines, make_data_set
 
-import cost
-import rundir
+from support import cost
+from support import rundir
 
 WATTS = 200.0
 KEYS = ["wall_seconds", "sampling_seconds", "learning_seconds", "evaluation_seconds", "gpu_hours", "energy_kwh",

@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw
 
 import demo
 import grpo
-import settings
+from support import command_line
 from geoqa import load_geoqa
 from reward import grade
 from vision_tokens import encode_prompts, on_white
@@ -88,7 +88,7 @@ def test_the_demo_takes_the_flags_of_grpo(capsys):
     for flags, message in ((["--steps", "0"], "--steps must be at least 1"), (["--nonsense"], "unknown flag --nonsense"),
                            (["--make-model", "--base-model", "x"], "leave out --base-model")):
         with pytest.raises(SystemExit) as stop:
-            settings.run_command_line(demo.DemoConfig, demo.run, flags)
+            command_line.run_command_line(demo.DemoConfig, demo.run, flags)
         printed = capsys.readouterr().err
         assert stop.value.code == 2 and message in printed and printed.count("\n") == 1
 

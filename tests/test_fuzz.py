@@ -18,7 +18,7 @@ from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from geoqa import _decode, format_question, load_geoqa  # noqa: E402
-from hub import UserError  # noqa: E402
+from support.hub import UserError  # noqa: E402
 from reward import extract_choice, grade  # noqa: E402
 from vision_tokens import on_white  # noqa: E402
 

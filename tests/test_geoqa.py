@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-import hub
+from support import hub
 from geoqa import Question, format_question, load_geoqa
-from hub import UserError, hub_folder
+from support.errors import UserError
+from support.hub import hub_folder
 
 ROOT = Path(__file__).parent.parent
 GEOLAUX = ROOT.parent / "shared" / "geolaux"
@@ -413,7 +414,7 @@ def test_hub_malformed_ids(name):
 
 def test_hub_offline_is_quick_and_one_line(tmp_path):
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    code = "import hub\ntry: hub.hub_folder('own/er', 'model')\nexcept hub.UserError as error: print(error)"
+    code = "from support import hub\ntry: hub.hub_folder('own/er', 'model')\nexcept hub.UserError as error: print(error)"
     start = time.perf_counter()
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True,
                          timeout=60)

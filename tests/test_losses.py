@@ -9,8 +9,8 @@ from batches import prompts_of, questions, uneven_rollouts
 from test_core import gradient, relative
 
 import grpo
-import rundir
-from hub import UserError
+from support import rundir
+from support.errors import UserError
 
 BOUNDS = {"importance_sampling": {}, "ppo": dict(low=0.2, high=0.2), "cispo": dict(low=0.0, high=4.0),
           "gspo": dict(low=3e-4, high=4e-4)}
@@ -444,7 +444,7 @@ def test_opd_needs_the_same_tokenizer(load, folders, tmp_path):
 
 
 def test_opsd_needs_solutions(load):
-    from settings import check_solutions
+    from support.command_line import check_solutions
 
     assert grpo.load_teacher(policy := load(), grpo.Config(advantage="opsd", device="cpu")) is policy
     check_solutions(solved())
@@ -468,7 +468,7 @@ def test_opsd_needs_solutions(load):
     (dict(adapter="/no/such"), "no adapter_model.safetensors"),
 ])
 def test_contradictory_flags(flags, message):
-    from settings import check_config
+    from support.command_line import check_config
 
     with pytest.raises(UserError, match=message):
         check_config(grpo.Config(**flags), grpo.LOSS_FNS)

@@ -14,10 +14,10 @@ from conftest import FAMILIES
 from torch.profiler import ProfilerActivity, profile
 
 import grpo
-import loading
-import plan
-import settings
-from hub import UserError
+from support import models
+from support import plan
+from support import command_line
+from support.errors import UserError
 
 GIB = 2**30
 
@@ -187,7 +187,7 @@ def test_what_does_not_fit_names_the_flag(article, card, flags, advice):
 
 def test_the_plan_of_the_command_line(monkeypatch, capsys, article):
     monkeypatch.setattr(plan, "make_plans", lambda *_: article[0])
-    settings.run_command_line(grpo.Config, grpo.main, ["--plan"])
+    command_line.run_command_line(grpo.Config, grpo.main, ["--plan"])
     text = capsys.readouterr().out
     for words in ("keys and values", "recurrent states", "AdamW", "the largest layer", "a chunk of logits",
                   "peak of sampling", "peak of learning", "torch reference", "flash-linear-attention", "24 GiB  fits",
@@ -199,7 +199,7 @@ def test_the_plan_of_the_command_line(monkeypatch, capsys, article):
 @pytest.mark.parametrize("arguments", [["--group-size", "0"], ["--max-tokens", "0"], ["--eval-only", "--no-evaluate"]])
 def test_a_wrong_flag_of_a_plan_is_one_line(capsys, arguments):
     with pytest.raises(SystemExit) as stop:
-        settings.run_command_line(grpo.Config, grpo.main, ["--plan", *arguments])
+        command_line.run_command_line(grpo.Config, grpo.main, ["--plan", *arguments])
     err = capsys.readouterr().err
     assert stop.value.code == 2 and err.startswith(f"error: {arguments[0]}") and err.count("\n") == 1
 
@@ -209,14 +209,14 @@ def test_planning_runs_no_kernel_that_is_installed(load, monkeypatch):
     import transformers.models.qwen3_5.modeling_qwen3_5 as qwen
 
     policy = load()
-    for name in loading.KERNELS:
+    for name in models.KERNELS:
         @functools.wraps(inspect.unwrap(getattr(qwen, name)))
         def kernel(*_, **__):
             raise RuntimeError("no data")
 
         monkeypatch.setattr(qwen, name, kernel)
     plan.make_plans(grpo, grpo.Config(device="cpu", lora_rank=4, max_tokens=8), policy.base.config, 64, (False, True))
-    assert all(hasattr(getattr(qwen, name), "__wrapped__") for name in loading.KERNELS), "not put back"
+    assert all(hasattr(getattr(qwen, name), "__wrapped__") for name in models.KERNELS), "not put back"
 
 
 def test_advice_to_shorten_fits(article):

@@ -13,7 +13,7 @@ import demo
 import geoqa
 import grpo
 import report
-import settings
+from support import command_line
 
 ROOT = Path(__file__).parents[1]
 READMES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh-CN.md")}
@@ -83,7 +83,7 @@ def block_with(word):
 
 
 def parse(config_class, arguments):
-    settings.OneLineParser(config_class, allow_abbrev=False).parse_args_into_dataclasses(
+    command_line.OneLineParser(config_class, allow_abbrev=False).parse_args_into_dataclasses(
         arguments, look_for_args_file=False)
 
 
@@ -158,14 +158,14 @@ def test_every_command_parses(name, monkeypatch):
     monkeypatch.setattr(report, "compare_blocks", lambda paths: ({}, []))
     monkeypatch.setattr(report, "write_page", lambda path, blocks: None)
     found = commands(READMES[name])
-    programs = {"grpo.py", "demo.py", "report.py", "tests/gpu_check.py", "tests/bench.py"} | PROGRAMS_SAVED
+    programs = {"grpo.py", "demo.py", "report.py", "tools/gpu_check.py", "tools/bench.py"} | PROGRAMS_SAVED
     assert {program for program, _ in found} == programs
     for program, arguments in found:
         assert (ROOT / program).is_file() or program in SAVED_BY_THE_READER, program
         arguments = shlex.split(arguments)
         if program == "report.py":
             report.main(arguments)
-        elif program in ("make_data.py", "tests/gpu_check.py"):
+        elif program in ("make_data.py", "tools/gpu_check.py"):
             assert not arguments
         elif arguments != ["--help"]:
             parse(grpo.Config if program == "grpo.py" else demo.DemoConfig, arguments)

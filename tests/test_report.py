@@ -14,7 +14,7 @@ from runs import command, flags, install_reward, lines, make_data_set
 
 import grpo
 import report
-from rundir import token_texts
+from support.rundir import token_texts
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 STEPS, GROUP = 3, 4

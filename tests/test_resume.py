@@ -16,10 +16,10 @@ import pytest
 import torch
 from runs import command, flags, install_reward, lines, make_data_set, result
 
-import checkpoints
+from support import checkpoints
 import grpo
-import rundir
-from hub import UserError
+from support import rundir
+from support.errors import UserError
 
 TESTS = Path(__file__).parent
 
@@ -358,7 +358,7 @@ def test_a_second_signal_stops_at_once(folders, data, tmp_path, undisturbed):
             "                                              and run.progress[0] == 2 else None)\n"
             "sys.exit(runs.command(sys.argv[1:]))")
     process = subprocess.Popen([sys.executable, "-c", code, *flags(folders(), data, tmp_path, save_every=2)],
-                               cwd=TESTS, env=os.environ | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"},
+                               cwd=TESTS, env=os.environ | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"}, cwd=TESTS.parent,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in process.stdout:
         if line == "waiting\n":
@@ -394,8 +394,8 @@ def test_other_errors_leave_the_last_complete_step_too(given, tmp_path, undistur
 def test_killed_runs_end_as_the_undisturbed_one(folders, data, tmp_path, kills):
     if not hasattr(os, "fork"):
         pytest.skip("no fork on this system")
-    done = subprocess.run([sys.executable, str(TESTS / "killed.py"), str(kills), "0", str(folders()), str(data),
-                           str(tmp_path)], env=os.environ | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"},
+    done = subprocess.run([sys.executable, "-m", "tools.killed", str(kills), "0", str(folders()), str(data),
+                           str(tmp_path)], env=os.environ | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"}, cwd=TESTS.parent,
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout
     summary = json.loads(done.stdout.splitlines()[-1])
@@ -405,7 +405,7 @@ def test_killed_runs_end_as_the_undisturbed_one(folders, data, tmp_path, kills):
 # The lock
 
 
-LOCK = "import sys, time; import checkpoints; from pathlib import Path\n" \
+LOCK = "import sys, time; from support import checkpoints; from pathlib import Path\n" \
        "file = checkpoints.lock_folder(Path(sys.argv[1])); print('locked', flush=True); time.sleep(600)"
 
 
@@ -489,7 +489,7 @@ def test_a_file_size_limit_leaves_the_last_checkpoint(folders, data, tmp_path, u
             "grpo.RunDir.append = append\n"
             "sys.exit(runs.command(sys.argv[1:]))")
     done = subprocess.run([sys.executable, "-c", code, *flags(folders(), data, tmp_path, save_every=3)], cwd=TESTS,
-                          env=os.environ | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"}, capture_output=True, text=True)
+                          env=os.environ | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"}, cwd=TESTS.parent, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
     assert "rollouts.jsonl cannot be written: File too large" in done.stderr
     assert not (tmp_path / "run" / "rollouts.jsonl").read_bytes().endswith(b"\n"), "no torn line was there to mend"

@@ -12,8 +12,8 @@ from PIL import Image
 from runs import command, flags, install_reward, lines, make_data_set
 
 import grpo
-import rundir
-import trackers
+from support import rundir
+from support import trackers
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +95,7 @@ def test_tensorboard_shows_each_step_once_also_after_resume(folders, data, tmp_p
     text = events.Tensors("group/completions/text_summary")[0].tensor_proto.string_val[0].decode()
     first = lines(run / "rollouts.jsonl")[0]
     assert f"question {first['question']}, right is" in text and text.count("reward ") == 4
-    assert rundir.printable(first["text"]) in text
+    assert errors.printable(first["text"]) in text
 
 
 def test_swanlab_offline_holds_the_same_numbers(folders, data, tmp_path):
@@ -149,7 +149,7 @@ def test_a_tracker_that_fails_leaves_one_note_and_the_run_goes_on(folders, data,
                 raise ConnectionError("no\nnetwork")
 
     monkeypatch.setattr(trackers, "check_tracker", lambda config: None)
-    monkeypatch.setattr("settings.check_tracker", lambda config: None)
+    monkeypatch.setattr("support.command_line.check_tracker", lambda config: None)
     monkeypatch.setitem(trackers.TRACKERS, "wandb", Failing)
     run, _ = tracked(folders, data, tmp_path, tracker="wandb")
     assert (run / "results.json").is_file()

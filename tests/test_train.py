@@ -14,10 +14,10 @@ import torch
 from batches import prompts_of, questions
 
 import grpo
-import loading
-import rundir
-import settings
-from hub import UserError
+from support import models
+from support import rundir
+from support import command_line
+from support.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 METRICS = {
@@ -256,7 +256,7 @@ def test_a_checkpoint_loads_in_plain_peft(config, easy_reward, load):
 def test_bad_flags_are_one_line_and_exit_code_2(flags, message, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as stop:
-        settings.run_command_line(grpo.Config, grpo.train, flags)
+        command_line.run_command_line(grpo.Config, grpo.train, flags)
     printed = capsys.readouterr()
     assert stop.value.code == 2
     assert printed.err.startswith("error: ") and printed.err.count("\n") == 1 and message in printed.err
@@ -264,7 +264,7 @@ def test_bad_flags_are_one_line_and_exit_code_2(flags, message, capsys, monkeypa
 
 def test_help_names_every_flag_with_its_help(capsys):
     with pytest.raises(SystemExit) as stop:
-        settings.run_command_line(grpo.Config, grpo.train, ["--help"])
+        command_line.run_command_line(grpo.Config, grpo.train, ["--help"])
     text = capsys.readouterr().out
     assert stop.value.code == 0
     for field in dataclasses.fields(grpo.Config):
@@ -283,7 +283,7 @@ def test_kernels_that_cannot_run_here_are_switched_off(load, monkeypatch, capsys
     import transformers.models.qwen3_5.modeling_qwen3_5 as qwen
 
     policy = load()
-    for name in loading.KERNELS:
+    for name in models.KERNELS:
         @functools.wraps(inspect.unwrap(getattr(qwen, name)))
         def kernel(*_, **__):
             raise RuntimeError("needs a GPU")
@@ -292,7 +292,7 @@ def test_kernels_that_cannot_run_here_are_switched_off(load, monkeypatch, capsys
     prompts = prompts_of(policy, questions())
     with pytest.raises(RuntimeError, match="needs a GPU"):
         grpo.sample(policy, prompts, 1, 2)
-    assert loading.kernels_line(policy.base, True) == "attention: sdpa; gated delta rule: torch reference"
+    assert models.kernels_line(policy.base, True) == "attention: sdpa; gated delta rule: torch reference"
     assert grpo.sample(policy, prompts, 1, 2).lengths.min() >= 1
 
 
@@ -305,11 +305,11 @@ def test_the_line_about_kernels_on_a_gpu(load, monkeypatch, installed, allowed, 
     import transformers.models.qwen3_5.modeling_qwen3_5 as qwen
 
     base = load().base  # on the CPU, which has switched the kernels off
-    monkeypatch.setattr(loading, "importable", lambda package: package in installed)
+    monkeypatch.setattr(models, "importable", lambda package: package in installed)
     monkeypatch.setattr(type(base), "device", torch.device("cuda"))
-    assert loading.kernels_line(base, allowed) == f"attention: sdpa; gated delta rule: {line}"
-    for name, (package, _) in loading.KERNELS.items():
-        runs = getattr(qwen, name) is loading.INSTALLED[qwen.__name__, name]
+    assert models.kernels_line(base, allowed) == f"attention: sdpa; gated delta rule: {line}"
+    for name, (package, _) in models.KERNELS.items():
+        runs = getattr(qwen, name) is models.INSTALLED[qwen.__name__, name]
         assert runs == (allowed and package in installed), "the line is about other code than what runs"
 
 
@@ -351,7 +351,7 @@ def test_adapters_that_do_not_fit(folders, load, tmp_path):
 
 
 def test_old_transformers_is_refused(config, monkeypatch):
-    monkeypatch.setattr(settings.transformers, "__version__", "5.23.1")
+    monkeypatch.setattr(command_line.transformers, "__version__", "5.23.1")
     with pytest.raises(UserError, match="5.24 is needed"):
         grpo.train(config)
 
@@ -391,4 +391,4 @@ def test_summary_and_mcnemar():
 
 
 def test_text_for_the_terminal_has_no_control_characters():
-    assert rundir.printable("a\x1b[2Jb\r\n中") == "a\\x1b[2Jb\\r\\n中"
+    assert errors.printable("a\x1b[2Jb\r\n中") == "a\\x1b[2Jb\\r\\n中"

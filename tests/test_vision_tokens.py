@@ -13,7 +13,7 @@ from tiny import NOT_SPECIAL, SPECIAL
 
 import vision_tokens
 from geoqa import format_question, load_geoqa
-from hub import UserError
+from support.errors import UserError
 from vision_tokens import encode_figures, encode_prompts, on_white, vision_token_count
 
 

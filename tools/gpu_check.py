@@ -1,8 +1,8 @@
 """Measures the real setting on a CUDA card: memory of each phase against the plan, seconds, tokens a second, |dlogp|.
 
-    python tests/gpu_check.py                    # NF4, NF4 with flash-linear-attention if installed, then bf16
-    python tests/gpu_check.py --only nf4         # one of nf4, nf4-fused, bf16, bf16-fused
-    python tests/gpu_check.py --small            # a tiny model on the CPU: does this script still run?
+    python -m tools.gpu_check                    # NF4, NF4 with flash-linear-attention if installed, then bf16
+    python -m tools.gpu_check --only nf4         # one of nf4, nf4-fused, bf16, bf16-fused
+    python -m tools.gpu_check --small            # a tiny model on the CPU: does this script still run?
 
 pytest does not collect this file. No download: a randomly initialised model of exactly the shape of Qwen3.5-4B is made
 on the GPU, saved once to a temporary folder (9 GB), and loaded through `grpo.load_policy`, so the real 4-bit path is
@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import demo
 import grpo
-import plan
-from loading import importable, quiet_libraries
+from support import plan
+from support.models import importable, quiet_libraries
 from tiny import make_tokenizer, model_config, write_image_processor
 
 MEAN_LENGTH = 280

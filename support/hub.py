@@ -3,9 +3,7 @@
 import os
 from pathlib import Path
 
-
-class UserError(Exception):
-    """A mistake that the user can fix. main() prints it as one line on stderr and exits with code 2."""
+from support.errors import UserError
 
 
 def hub_folder(name, repo_type, revision="", patterns=None) -> tuple[Path, str]:

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # The README's pictures, from a run of the demo (Debian: apt-get install chromium fonts-noto-cjk):
 #   OMP_NUM_THREADS=1 python demo.py --log-token-changes 2 --experiment-name angles
-#   docs/pictures.sh runs/angles
+#   tools/pictures.sh runs/angles
 set -euo pipefail
-run=$(realpath "$1") docs=$(dirname "$(realpath "$0")") work=$(mktemp -d)
+run=$(realpath "$1") docs=$(realpath "$(dirname "$0")/../docs") work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 picture() {  # NAME HEIGHT PART-OF-THE-PAGE; in a frame, since a page that is scrolled itself is pictured empty

@@ -32,7 +32,7 @@ import torch
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-from checkpoints import (
+from support.checkpoints import (
     Interrupted,
     NonFinite,
     check_same_experiment,
@@ -47,10 +47,10 @@ from checkpoints import (
     sync,
     write_whole,
 )
-from cost import cost_lines, run_cost
-from hub import UserError
+from support.cost import cost_lines, run_cost
+from support.errors import UserError, describe, printable
 from reward import extract_choice
-from trackers import Tracking
+from support.trackers import Tracking
 from vision_tokens import on_white
 
 
@@ -424,16 +424,6 @@ def update_metrics(steps, rows, nonfinite, dlogp):
     first = {f"{key}_first": value for key, value in steps[0].items() if key.endswith("clip_fraction")}
     return {"train_datums": rows, "trainer/optimizer_steps": len(steps), "trainer/nonfinite": nonfinite, **metrics,
             **first, "trainer/dlogp_mean": dlogp.mean().item(), "trainer/dlogp_max": dlogp.max().item()}
-
-
-def printable(text):
-    """Text for the terminal on one line: control characters, which could move its cursor, are escaped."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-
-def describe(error):
-    """An exception as part of one line."""
-    return printable(" ".join(str(error).split()))[:300] or type(error).__name__
 
 
 def json_line(row):

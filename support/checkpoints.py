@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from hub import UserError
+from support.errors import UserError
 
 CHECKED = ("adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors")  # by their SHA-256
 

@@ -15,7 +15,7 @@ from importlib import metadata
 
 from packaging.version import Version
 
-from hub import UserError
+from support.errors import UserError
 
 PROJECT = "vision-grpo"
 NEEDED = {"tensorboard": "2.18", "swanlab": "0.10", "wandb": "0.31"}  # package -> oldest version that fits

@@ -12,10 +12,9 @@ import torch
 import transformers
 from packaging.version import Version
 
-from checkpoints import resumed_config
-from hub import UserError
-from rundir import printable
-from trackers import check_tracker
+from support.checkpoints import resumed_config
+from support.errors import UserError, printable
+from support.trackers import check_tracker
 
 
 def check_config(config, losses):

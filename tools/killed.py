@@ -1,6 +1,6 @@
 """Kills a training again and again: a program, since only a process of its own can be killed.
 
-    python tests/killed.py KILLS SEED POLICY DATA OUTPUT
+    python -m tools.killed KILLS SEED POLICY DATA OUTPUT
 
 Each start is a fork of this process, so that libraries are imported once, those of a loaded policy too. It dies by
 SIGKILL at a moment drawn with SEED: before the n-th event of one kind (a draw, a forward pass of the learner, a change
@@ -20,12 +20,14 @@ import sys
 import threading
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
 import runs
 import torch
 
-import checkpoints
+from support import checkpoints
 import grpo
-import rundir
+from support import rundir
 
 STEPS = 8
 KINDS = {"sampling": 60, "learning": 6, "checkpoint": 30, "log": 12, "time": 3}  # kind: latest event, or second

@@ -23,10 +23,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-import kv_cache
+from support import kv_cache
 from geoqa import format_question
-from hub import UserError, hub_folder
-from loading import (
+from support.errors import UserError
+from support.hub import hub_folder
+from support.models import (
     KERNELS,
     SUPPORTED_MODELS,
     add_lora,

@@ -12,9 +12,9 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 
-from hub import UserError, hub_folder
-from kv_cache import one_token_convolution, one_token_delta_rule
-from rundir import describe
+from support.errors import UserError, describe
+from support.hub import hub_folder
+from support.kv_cache import one_token_convolution, one_token_delta_rule
 from vision_tokens import IMAGE_TOKEN, template_ids
 
 SUPPORTED_MODELS = ("qwen3_5", "qwen3_vl", "qwen2_5_vl", "qwen2_vl")

@@ -3,7 +3,7 @@
     python -m venv runs/trl                                    # TRL lives in its own environment
     runs/trl/bin/pip install torch==2.13.0                     # first, and the version that is here
     runs/trl/bin/pip install transformers==5.24.0 trl peft datasets accelerate pillow
-    python tests/bench.py                                      # minutes; --quick: one step of each side
+    python -m tools.bench                                      # minutes; --quick: one step of each side
 
 pytest does not collect this file. The parent makes a model folder, then starts one process for each row of the table
 and lets them take steps in turn, never two at once. Both sides do this work in a step:
@@ -45,7 +45,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 REAL_QUESTIONS = ROOT.parent / "shared" / "geolaux"
 QUESTIONS, GROUP, MAX_TOKENS, MEAN_LENGTH, LORA_RANK, LEARNING_RATE = 8, 8, 256, 60, 32, 4e-5
 ROWS = QUESTIONS * GROUP
@@ -165,7 +165,7 @@ def our_worker(options, send):
     import torch
 
     import grpo
-    from settings import check_config
+    from support.command_line import check_config
 
     config = grpo.Config(base_model=options.model, device="cpu", batch_size=QUESTIONS, group_size=GROUP,
                          max_tokens=MAX_TOKENS, lora_rank=LORA_RANK, learning_rate=LEARNING_RATE,
@@ -200,7 +200,7 @@ def trl_worker(options, send):
     from trl import GRPOConfig, GRPOTrainer
 
     from geoqa import format_question
-    from loading import LORA_MODULES
+    from support.models import LORA_MODULES
 
     class FigureProcessor(Qwen3VLProcessor):  # the family's, without the video half, which needs torchvision
         @classmethod
