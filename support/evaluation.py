@@ -9,7 +9,7 @@ import math
 def is_right(record, lenient=False):
     """Whether a record's answer is right, as the task judged it; files of older runs hold the two letters only."""
     right, choice = ("lenient_right", "lenient_choice") if lenient else ("right", "choice")
-    return record[right] if right in record else record[choice] == record["gold"]
+    return record[choice] == record["gold"] if record.get(right) is None else record[right]
 
 
 def rate(count, n):
@@ -27,9 +27,10 @@ def summarize(records):
     """The records of one evaluation -> its accuracy, format rate and so on."""
     n = len(records)
     right = sum(map(is_right, records))
-    formatted = sum(record["choice"] is not None for record in records)
+    formatted = [record for record in records if record["choice"] is not None]
     return {
-        "accuracy": rate(right, n), "format_rate": rate(formatted, n), "accuracy_given_format": rate(right, formatted),
+        "accuracy": rate(right, n), "format_rate": rate(len(formatted), n),
+        "accuracy_given_format": rate(sum(map(is_right, formatted)), len(formatted)),
         "lenient_accuracy": rate(sum(is_right(record, lenient=True) for record in records), n),
         "truncated_rate": rate(sum(record["truncated"] for record in records), n),
         "mean_tokens": sum(record["tokens"] for record in records) / n}
