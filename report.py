@@ -3,8 +3,9 @@
     python report.py runs/NAME              # writes runs/NAME/report.html; the run may still be going on
     python report.py runs/A runs/B ...      # writes runs/compare.html: curves over each other, what differs, results
 
-Everything comes from the run directory (see rundir.py). The page is one file that needs no network: report_page.html
-with the data in it as JSON, which its script only ever shows as text. `--output FILE` names another place.
+Everything comes from the run directory (see support/rundir.py), also one of an older version. The page is one file that
+needs no network: support/report_page.html with the data in it as JSON, which its script only ever shows as text.
+`--output FILE` names another place.
 """
 
 import argparse
@@ -19,21 +20,23 @@ from pathlib import Path
 from PIL import Image
 from tqdm import tqdm
 
-from support.checkpoints import write_whole
 from support.errors import UserError, describe, printable
-from support.rundir import compare, mcnemar, results_table, summarize
+from support.evaluation import compare, gain, is_right, results_table, summarize
+from support.files import fits, read_json, read_lines, write_whole
 
 TEMPLATE = Path(__file__).parent / "support" / "report_page.html"
 FIGURE_SIZE = 320  # pixels of a figure's longest side in the page
 ROLLOUT_BYTES = 14_000_000  # of rollouts in a page; a longer run shows every second step, every third, and so on
+OLD_CLIP_FRACTION = re.compile(r"(ppo/|cispo/|gspo/sequence_)clip_fraction")  # trainer/clip_fraction in older runs
 
-NUMBER, ID, LETTER = (int, float), (int, str), (str, type(None))
+NONE = type(None)
+NUMBER, ID, TEXT = (int, float), (int, str), (str, NONE)
 METRICS = {"step": int}
-QUESTION = {"question": ID, "figure": str, "subject": str, "choices": list, "label": str}
-ROLLOUT = {"step": int, "question": ID, "text": str, "choice": LETTER, "reward": NUMBER,
-           "advantage": (*NUMBER, type(None)), "length": int, "truncated": bool}
-ANSWER = {"question": ID, "gold": str, "choice": LETTER, "lenient_choice": LETTER, "text": str, "tokens": int,
-          "truncated": bool}
+QUESTION = {"question": ID, "split": TEXT, "figure": TEXT, "subject": str, "choices": list, "label": str}
+ROLLOUT = {"step": int, "question": ID, "text": str, "choice": TEXT, "right": (bool, NONE), "reward": NUMBER,
+           "rewards": (dict, NONE), "advantage": (*NUMBER, NONE), "length": int, "truncated": bool}
+ANSWER = {"question": ID, "gold": str, "choice": TEXT, "right": (bool, NONE), "lenient_choice": TEXT,
+          "lenient_right": (bool, NONE), "text": str, "tokens": int, "truncated": bool}
 
 
 def write_report(path):
@@ -48,65 +51,17 @@ def write_report(path):
 # ---------------------------------------------------------------------------------------------------------- Reading
 
 
-def parse(text):
-    """JSON -> its value, NaN and infinities, which browsers do not read, as None. ValueError where it is damaged."""
-    try:
-        return json.loads(text, parse_constant=lambda name: None, parse_float=finite)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
-
-
-def finite(digits):
-    value = float(digits)
-    return value if math.isfinite(value) else None  # 1e999
-
-
-def fits(row, fields):
-    return isinstance(row, dict) and all(isinstance(row.get(name), kind) for name, kind in fields.items())
-
-
-def read_json(path, notes, missing="is missing"):
-    """The value of a JSON file, or None and a note."""
-    try:
-        return parse(path.read_text(encoding="utf-8", errors="replace"))
-    except FileNotFoundError:
-        if missing:
-            notes.append(f"{path.name} {missing}")
-    except (OSError, ValueError) as error:
-        notes.append(f"{path.name} cannot be read ({describe(error)})")
-
-
-def read_lines(path, fields, notes):
-    """Yields the rows of a JSON-lines file that have `fields`; the others, such as a torn last line, are counted."""
-    damaged = 0
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for line in file:
-                try:
-                    row = parse(line)
-                except ValueError:
-                    row = None
-                damaged += not fits(row, fields)
-                if fits(row, fields):
-                    yield row
-    except FileNotFoundError:
-        notes.append(f"{path.name} is missing")
-    except OSError as error:
-        notes.append(f"{path.name} cannot be read ({describe(error)})")
-    if damaged:
-        notes.append(f"{path.name}: {damaged} damaged line{'s' if damaged > 1 else ''} left out")
-
-
 def read_metrics(path, notes):
     """-> {"step": [...], metric: [a number or None for each step]}"""
-    rows = sorted(read_lines(path / "metrics.jsonl", METRICS, notes), key=lambda row: row["step"])
-    names = dict.fromkeys(name for row in rows for name, value in row.items() if isinstance(value, NUMBER))
-    return {name: [row.get(name) if isinstance(row.get(name), NUMBER) else None for row in rows] for name in names}
+    rows = [{OLD_CLIP_FRACTION.sub("trainer/clip_fraction", name): value for name, value in row.items()
+             if isinstance(value, NUMBER)} for row in read_lines(path / "metrics.jsonl", notes, METRICS)]
+    rows.sort(key=lambda row: row["step"])
+    return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
 
 
 def read_evaluations(path, notes):
     """-> [(name, step or None, rows)] in the order of training: eval-base.json is of step 0."""
-    found = []
+    evaluations = []
     for file in path.glob("eval-*.json"):
         rows = read_json(file, notes)
         if not isinstance(rows, list) or not rows or not all(fits(row, ANSWER) for row in rows):
@@ -114,9 +69,9 @@ def read_evaluations(path, notes):
                 notes.append(f"{file.name} is damaged")
             continue
         name = file.stem[5:]
-        step = re.fullmatch(r"step-(\d+)", name)
-        found.append((name, int(step[1]) if step else 0 if name in ("base", "adapter") else None, rows))
-    return sorted(found, key=lambda each: (each[1] is None, each[1] or 0, each[0]))
+        step = re.fullmatch(r"step-(\d{1,15})", name)
+        evaluations.append((name, int(step[1]) if step else 0 if name in ("base", "adapter") else None, rows))
+    return sorted(evaluations, key=lambda each: (each[1] is None, each[1] or 0, each[0]))
 
 
 def read_results(path, before, after, notes):
@@ -126,98 +81,88 @@ def read_results(path, before, after, notes):
         if results is not None:
             results_table(results)  # fails where a number is missing
             return results
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         notes.append("results.json is damaged")
     return compare(before, after) if before or after else None
 
 
-# ---------------------------------------------------------------------------------------------------------- Numbers
-
-
-def paired(before, after):
-    """Rows of two evaluations -> the rows of the questions that both have, in one order."""
-    later = {(row["question"], row["gold"]): row for row in after}
-    both = [(row, later[row["question"], row["gold"]]) for row in before if (row["question"], row["gold"]) in later]
-    return [b for b, _ in both], [a for _, a in both]
-
-
-def gain(before, after):
-    """Rows of two evaluations -> the paired test, and where the gain comes from: the box, or the answer in it."""
-    before, after = paired(before, after)
-    if not before:
-        return None
-    pairs = list(zip(before, after))
-    gained = [(b, a) for b, a in pairs if b["choice"] != b["gold"] and a["choice"] == a["gold"]]
-    lost = [(b, a) for b, a in pairs if b["choice"] == b["gold"] and a["choice"] != a["gold"]]
-    return {"n": len(pairs), "gained": len(gained), "lost": len(lost), "mcnemar_p": mcnemar(before, after),
-            "gained_box": sum(b["choice"] is None for b, _ in gained),
-            "gained_box_only": sum(b["choice"] is None and b["lenient_choice"] == b["gold"] for b, _ in gained),
-            "gained_answer": sum(b["choice"] is not None for b, _ in gained),
-            "lost_box": sum(a["choice"] is None for _, a in lost),
-            "lost_answer": sum(a["choice"] is not None for _, a in lost)}
-
-
-def read_groups(path, group_size, find, notes):
-    """rollouts.jsonl -> (one index row a group, {step: its groups as JSON}).
-
-    An index row is [step, question's figure, completions right, completions, marks]; the marks are letters: s solved
-    now and l lost now (at least half of the group right, at the question's time before under half; and the reverse),
-    d degenerate, t some are truncated, c token changes are there.
-    """
-    steps = {}
-    for row in read_lines(path / "rollouts.jsonl", ROLLOUT, notes):
-        groups = steps.setdefault(row["step"], [])
-        if not groups or groups[-1][0]["question"] != row["question"] or len(groups[-1]) == group_size:
-            groups.append([])
-        changes, texts = row.get("token_changes"), row.get("token_texts")
-        kept = {name: row[name] for name in ("question", "choice", "reward", "advantage", "length", "truncated")}
-        if (isinstance(changes, list) and isinstance(texts, list) and len(changes) == len(texts)
-                and all(isinstance(text, str) for text in texts)):
-            kept |= {"changes": [c if isinstance(c, NUMBER) else None for c in changes], "pieces": texts}
-        else:
-            kept["text"] = row["text"]
-        groups[-1].append(kept)
-    index, seen, blocks = [], {}, {}
-    for step, groups in sorted(steps.items()):
-        for group in groups:
-            key, rewards = group[0]["question"], [row["reward"] for row in group]
-            right = sum(reward > 0 for reward in rewards)
-            good, earlier = right * 2 >= len(group), seen.get(key)
-            marks = "" if earlier in (None, good) else "s" if good else "l"
-            marks += "d" * (len(set(rewards)) == 1) + "t" * any(row["truncated"] for row in group)
-            marks += "c" * any("changes" in row for row in group)
-            index.append([step, find(key, evaluation=False), right, len(group), marks])
-            seen[key] = good
-            for row in group:
-                del row["question"]
-        blocks[step] = to_json(groups)
-        groups.clear()
-    keep_every = math.ceil(sum(map(len, blocks.values())) * 1.5 / ROLLOUT_BYTES) or 1  # 1.5: Chinese in UTF-8
-    if keep_every > 1:
-        notes.append(f"a long run: of its rollouts every {keep_every}th step is here, all are in rollouts.jsonl")
-        last = max(blocks)
-        blocks = {step: block for i, (step, block) in enumerate(blocks.items()) if i % keep_every == 0 or step == last}
-        index = [row for row in index if row[0] in blocks]
-    return index, blocks
-
-
-def question_finder(rows):
-    """Rows of questions.jsonl -> a function of id and use that gives the figure's name, which is unique, or None.
+def question_places(rows):
+    """Rows of questions.jsonl -> {id: place in `rows`} of those trained on, and the same of those evaluated.
 
     Ids are unique within a split only. Runs of older versions did not store the split: there the test questions, which
     are evaluated before training begins, come first.
     """
-    train, others = {}, {}
-    for row in rows:
+    trained, evaluated = {}, {}
+    for place, row in enumerate(rows):
         if row.get("split") in ("train", None):
-            train[row["question"]] = row["figure"]
+            trained[row["question"]] = place
         if row.get("split") != "train":
-            others.setdefault(row["question"], row["figure"])
-    return lambda key, evaluation: (others if evaluation else train).get(key)
+            evaluated.setdefault(row["question"], place)
+    return trained, trained | evaluated  # the evaluation's split may be train
+
+
+def read_groups(path, group_size, places, notes):
+    """rollouts.jsonl -> (one index row a group, {step: its groups as JSON}).
+
+    An index row is [step, place of the question or None, completions right, completions, marks]; see `group_marks`.
+    """
+    steps = {}
+    for row in read_lines(path / "rollouts.jsonl", notes, ROLLOUT):
+        groups = steps.setdefault(row["step"], [])
+        if not groups or groups[-1][0] != row["question"] or len(groups[-1][1]) == group_size:
+            groups.append((row["question"], []))
+        groups[-1][1].append(shown_rollout(row))
+    index, blocks, seen = [], {}, {}
+    for step, groups in sorted(steps.items()):
+        for question, rows in groups:
+            right = sum(row["right"] for row in rows)
+            good = right * 2 >= len(rows)
+            index.append([step, places.get(question), right, len(rows), group_marks(rows, good, seen.get(question))])
+            seen[question] = good
+        blocks[step] = to_json([rows for _, rows in groups])
+        groups.clear()  # a long run's rows and their JSON would not fit together
+    return thin_out(index, blocks, notes)
+
+
+def shown_rollout(row):
+    """A line of rollouts.jsonl -> what the page shows of it; several rewards only, one alone is `reward`."""
+    shown = {name: row[name] for name in ("text", "choice", "reward", "advantage", "length", "truncated")}
+    right = row.get("right")
+    shown["right"] = row["reward"] > 0 if right is None else right  # older runs had one reward: 1 where it is right
+    if len(row.get("rewards") or ()) > 1:
+        shown["rewards"] = row["rewards"]
+    return shown
+
+
+def group_marks(rows, good, earlier):
+    """Letters: s solved now and l lost now (at least half of the group right, at the question's time before under half;
+    and the reverse), d degenerate, t some are truncated. `earlier` is None at the question's first time."""
+    marks = "" if earlier in (None, good) else "s" if good else "l"
+    return marks + "d" * (len({row["reward"] for row in rows}) == 1) + "t" * any(row["truncated"] for row in rows)
+
+
+def thin_out(index, blocks, notes):
+    """Keeps every Nth step, and the last, of a run that is too long for a page."""
+    keep_every = math.ceil(sum(map(len, blocks.values())) * 1.5 / ROLLOUT_BYTES) or 1  # 1.5: Chinese in UTF-8
+    if keep_every == 1:
+        return index, blocks
+    notes.append(f"a long run: of its rollouts every {keep_every}th step is here, all are in rollouts.jsonl")
+    kept = {*list(blocks)[::keep_every], max(blocks)}
+    return [row for row in index if row[0] in kept], {step: block for step, block in blocks.items() if step in kept}
+
+
+def read_figures(path, names, notes):
+    """Names of figures -> {name: a small data: address} of those that can be read. None outside of figures/ is."""
+    names = {name for name in names if name is not None}
+    figures = {name: figure_data(path / name) for name in sorted(names) if re.fullmatch(r"figures/[\w-]+\.\w+", name)}
+    figures = {name: data for name, data in figures.items() if data}
+    unread = len(names) - len(figures)
+    if unread:
+        notes.append(f"{unread} figure{'s' if unread > 1 else ''} cannot be read")
+    return figures
 
 
 def figure_data(path):
-    """A figure as a small data: address, or None where it cannot be read."""
     try:
         with Image.open(path) as image:
             image = image.convert("RGB")
@@ -262,24 +207,19 @@ def run_blocks(path):
     """A run directory -> (the JSON blocks of its page by id, notes on what is missing). Raises UserError."""
     path = Path(path)
     run, (before, after) = read_run(path)
-    notes, config = run["notes"], run["config"]
-    questions = {row["figure"]: row for row in read_lines(path / "questions.jsonl", QUESTION, notes)
-                 if re.fullmatch(r"figures/[\w-]+\.\w+", row["figure"])}
-    find = question_finder(questions.values())
-    index, blocks = read_groups(path, config.get("group_size"), find, notes)
-    answers = [{**{name: row[name] for name in ANSWER}, "figure": find(row["question"], evaluation=True)}
-               for rows in (before, after) for row in rows or []]
-    count = len(before or [])
-    used = {row[1] for row in index} | {row["figure"] for row in answers}
-    figures = {name: figure_data(path / name) for name in questions if name in used}
-    unread = sum(data is None for data in figures.values())
-    if unread:
-        notes.append(f"{unread} figure{'s' if unread > 1 else ''} cannot be read")
-    data = run | {"gain": gain(before, after) if before and after else None, "groups": index,
-                  "questions": {name: row for name, row in questions.items() if name in used}}
-    blocks = {f"step-{step}": block for step, block in blocks.items()}
-    return {"data": to_json(data), "figures": to_json(figures),
-            "answers": to_json({"before": answers[:count], "after": answers[count:]}), **blocks}, notes
+    notes = run["notes"]
+    questions = list(read_lines(path / "questions.jsonl", notes, QUESTION))
+    trained, evaluated = question_places(questions)
+    index, blocks = read_groups(path, run["config"].get("group_size"), trained, notes)
+    answers = {side: [{**{name: row.get(name) for name in ANSWER}, "right": is_right(row),
+                       "place": evaluated.get(row["question"])} for row in rows or []]
+               for side, rows in (("before", before), ("after", after))}
+    used = {row[1] for row in index} | {row["place"] for rows in answers.values() for row in rows}
+    questions = {place: row for place, row in enumerate(questions) if place in used}
+    figures = read_figures(path, (row.get("figure") for row in questions.values()), notes)
+    data = run | {"gain": gain(before, after), "groups": index, "questions": questions}
+    return {"data": to_json(data), "figures": to_json(figures), "answers": to_json(answers),
+            **{f"step-{step}": block for step, block in blocks.items()}}, notes
 
 
 def compare_blocks(paths):
@@ -300,7 +240,7 @@ def compare_blocks(paths):
                  if any(settings.get(name) != flat[0].get(name) for settings in flat)]
     last = [after or before for _, (before, after) in loaded]
     for run, rows in zip(runs, last):
-        run["against_first"] = gain(last[0], rows) if rows and last[0] and rows is not last[0] else None
+        run["against_first"] = None if rows is last[0] else gain(last[0], rows)
     notes = [f"{run['name']}: {note}" for run in runs for note in run["notes"]]
     return {"data": to_json({"runs": runs, "differing": differing, "notes": notes})}, notes
 

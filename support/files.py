@@ -31,7 +31,7 @@ def fits(row, fields):
 
 
 def read_json(path, notes, missing="is missing"):
-    """The value of a JSON file; or None and a line in `notes` that says why (none for a missing file if `missing` is "")."""
+    """The value of a JSON file, or None and a line in `notes` that says why; `missing=""`: none of a missing file."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             text = file.read(MOST + 1)

@@ -1,4 +1,7 @@
-"""The report: its numbers, what it makes of damaged runs and hostile text, and the page in a real browser."""
+"""The report: its numbers, what it makes of older and damaged runs and of hostile text, and the page in a real browser.
+
+Most runs here are written by hand, as the files of a run are the report's only input; one is a real training.
+"""
 
 import base64
 import html
@@ -8,42 +11,86 @@ import shutil
 import subprocess
 
 import pytest
-import torch
-from batches import questions
+from batches import figure
 from runs import command, flags, install_reward, lines, make_data_set
 
-import grpo
 import report
-from support.rundir import token_texts
+from support.evaluation import compare
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 STEPS, GROUP = 3, 4
+LETTERS = {0: "BBBA", 1: "AAAA", 2: ["A", None, "B", "A"]}  # choices of the groups, by step modulo 3; A is right
+CURVES = ("format_rate", "degenerate_fraction", "rollout/entropy", "rollout/completion_tokens_mean",
+          "rollout/truncated_fraction", "trainer/dlogp_mean", "trainer/grad_norm", "trainer/loss_mean",
+          "trainer/clip_fraction", "time/sampling", "time/learning", "time/rest", "memory/peak_gib")
 HOSTILE = ["<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>", "</script><!-- <script>",
            "\x00\x07\x1b[31m\x9b\u202eabc\r\n\ud800", "x" * 10_000, "\\boxed{", "${1}`&lt;&amp;", "中" * 5_000]
 
 
-@pytest.fixture(scope="module")
-def run(folders, tmp_path_factory):
-    """A small training with evaluations and token changes."""
-    folder = tmp_path_factory.mktemp("report")
-    undo = install_reward()
-    try:
-        assert command(flags(folders(), make_data_set(folder / "data"), folder, steps=STEPS, log_token_changes=1)) == 0
-    finally:
-        undo()
-    return folder / "run"
+def dump(path, rows):
+    """Rows as JSON lines, or in a .json file as one list."""
+    text = json.dumps(rows) if path.suffix == ".json" else "".join(json.dumps(row) + "\n" for row in rows)
+    path.write_text(text, encoding="utf-8")
+
+
+def change(path, **changes):
+    """Changes fields of each row of a file, or of a table; functions are given the row."""
+    rows = json.loads(path.read_text()) if path.suffix == ".json" else lines(path)
+    for row in rows if isinstance(rows, list) else [rows]:
+        row |= {name: value(row) if callable(value) else value for name, value in changes.items()}
+    dump(path, rows)
+
+
+def rollout(step, question, choice, right, **changes):
+    return {"step": step, "question": question, "tokens": [5, 6, 7], "text": f"so \\boxed{{{choice}}}",
+            "choice": choice, "right": right, "reward": float(right), "rewards": {"right": float(right)},
+            "advantage": right - 0.5, "length": 3, "truncated": False} | changes
+
+
+def answer(question, choice, gold="A", **changes):
+    return {"question": question, "gold": gold, "choice": choice, "right": choice == gold, "lenient_choice": choice,
+            "lenient_right": choice == gold, "text": f"so \\boxed{{{choice}}}", "tokens": 9,
+            "truncated": False} | changes
+
+
+def write_run(path, steps=STEPS):
+    """A finished run: two groups a step, of questions 0, 1, 2, 0 ...; three evaluation questions have the same ids."""
+    (path / "figures").mkdir(parents=True)
+    questions, rollouts = [], []
+    for split in ("test", "train"):
+        for number in range(3):
+            name = f"figures/{len(questions) + 1:05d}.png"
+            figure((70, 64), len(questions)).convert("RGB").save(path / name)
+            questions.append({"question": number, "split": split, "figure": name, "subject": f"求{split}{number}",
+                              "choices": ["1", "2", "3", "4"], "label": "A", "answer": "解"})
+    for step in range(1, steps + 1):
+        for question in ((2 * step - 2) % 3, (2 * step - 1) % 3):
+            rollouts += [rollout(step, question, choice, choice == "A") for choice in LETTERS[(step - 1) % 3]]
+    before, after = [answer(0, "B"), answer(1, None), answer(2, "A")], [answer(0, "A"), answer(1, "A"), answer(2, "A")]
+    (path / "config.json").write_text(json.dumps({
+        "base_model": "models/tiny", "dataset": "data/geo", "steps": steps, "batch_size": 2, "group_size": GROUP,
+        "loss_fn": "importance_sampling", "experiment_name": path.name, "versions": {"torch": "2"}}))
+    dump(path / "metrics.jsonl", [{"step": step, "reward": 0.5, "reward/right": 0.5} | dict.fromkeys(CURVES, 0.1 * step)
+                                  for step in range(1, steps + 1)])
+    dump(path / "questions.jsonl", questions)
+    dump(path / "rollouts.jsonl", rollouts)
+    dump(path / "eval-base.json", before)
+    dump(path / f"eval-step-{steps}.json", after)
+    cost = {"wall_seconds": 90.0, "gpu_hours": None}
+    (path / "results.json").write_text(json.dumps(compare(before, after) | {"cost": cost}))
+    return path
 
 
 @pytest.fixture
-def copy(run, tmp_path):
-    return shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("step-*", "*.html"))
+def run(tmp_path):
+    return write_run(tmp_path / "run")
 
 
 def blocks(page):
     """The data in a page, by id."""
-    found = re.findall(r'<script type="application/json" id="json-([\w-]+)">(.*?)</script>',
+    parts = re.findall(r'<script type="application/json" id="json-([\w-]+)">(.*?)</script>',
                        page.read_text(encoding="utf-8"), re.DOTALL)
-    return {name: json.loads(block) for name, block in found}
+    return {name: json.loads(block) for name, block in parts}
 
 
 def make(capsys, *arguments):
@@ -56,8 +103,15 @@ def make(capsys, *arguments):
     return code, *capsys.readouterr()
 
 
-def test_numbers_are_those_of_the_files(run):
-    page = blocks(run / "report.html")
+def page_of(run, capsys):
+    """The data of the run's page, which is made without a note."""
+    code, out, err = make(capsys, run)
+    assert (code, out, err) == (0, f"{run / 'report.html'}\n", "")
+    return blocks(run / "report.html")
+
+
+def check_numbers(run, page):
+    """The page's numbers are those of the files."""
     data, metrics, rollouts = page["data"], lines(run / "metrics.jsonl"), lines(run / "rollouts.jsonl")
     assert data["results"] == json.loads((run / "results.json").read_text()) and data["notes"] == []
     assert data["gain"]["mcnemar_p"] == data["results"]["mcnemar_p"]
@@ -65,110 +119,123 @@ def test_numbers_are_those_of_the_files(run):
     assert data["metrics"] == {name: [row.get(name) for row in metrics] for name in numbers}
     assert [each["accuracy"] for each in data["evaluations"]] == [
         data["results"][side]["accuracy"] for side in ("before", "after")]
-    assert len(data["groups"]) * GROUP == len(rollouts) == STEPS * 2 * GROUP
-    shown = [(row, group, data["groups"][2 * step + i]) for step in range(STEPS)
+    assert len(data["groups"]) * GROUP == len(rollouts) == len(metrics) * 2 * GROUP
+    shown = [(row, group, data["groups"][2 * step + i]) for step in range(len(metrics))
              for i, group in enumerate(page[f"step-{step + 1}"]) for row in group]
-    for record, (row, group, (step, figure, right, size, marks)) in zip(rollouts, shown, strict=True):
-        assert all(row[name] == record[name] for name in ("choice", "reward", "advantage", "length", "truncated"))
-        assert row.get("text", "".join(row.get("pieces", []))) == record["text"]
-        assert row.get("changes") == record.get("token_changes")
-        assert step == record["step"] and right == sum(r["reward"] for r in group) and size == GROUP
-        question = data["questions"][figure]
+    for record, (row, group, (step, place, right, size, marks)) in zip(rollouts, shown, strict=True):
+        assert row | {name: record[name] for name in row if name != "right"} == row
+        assert {"text", "choice", "reward", "advantage", "length", "truncated"} <= set(row)
+        assert row["right"] == record.get("right", record["reward"] > 0)
+        assert step == record["step"] and right == sum(r["right"] for r in group) and size == GROUP
+        question = data["questions"][str(place)]
         assert (question["question"], question["split"]) == (record["question"], "train")
         assert ("d" in marks) == (len({r["reward"] for r in group}) == 1)
-    for row in page["answers"]["before"]:
-        assert data["questions"][row["figure"]]["label"] == row["gold"]
-        assert data["questions"][row["figure"]]["split"] == "test"
-    assert set(page["figures"]) == set(data["questions"])
+    for row in page["answers"]["before"] + page["answers"]["after"]:
+        question = data["questions"][str(row["place"])]
+        assert (question["question"], question["label"], question["split"]) == (row["question"], row["gold"], "test")
+    assert set(page["figures"]) == {question["figure"] for question in data["questions"].values()}
     assert all(figure.startswith("data:image/webp;base64,") for figure in page["figures"].values())
 
 
-def test_train_and_test_questions_of_one_id_keep_their_own_figures():
-    rows = [{"question": 1, "split": "test", "figure": "figures/1.png"},
-            {"question": 1, "split": "train", "figure": "figures/2.png"}]
-    for stored in (rows, [{k: v for k, v in row.items() if k != "split"} for row in rows]):  # and in older runs
-        find = report.question_finder(stored)
-        assert find(1, evaluation=True) == "figures/1.png" and find(1, evaluation=False) == "figures/2.png"
+def test_numbers_are_those_of_the_files(run, capsys):
+    check_numbers(run, page_of(run, capsys))
 
 
-def test_the_gain_is_split_into_box_and_answer():
-    def answers(*choices):
-        return [{"question": i, "gold": "A", "choice": choice, "lenient_choice": choice or "A"}
-                for i, choice in enumerate(choices)]
-
-    before = answers(None, None, "B", "B", "A", "A", "A", None)
-    after = answers("A", "B", "A", "A", "B", None, "A", None)
-    split = report.gain(before, after[::-1])
-    assert split == {"n": 8, "gained": 3, "lost": 2, "mcnemar_p": 1.0, "gained_box": 1, "gained_box_only": 1,
-                     "gained_answer": 2, "lost_box": 1, "lost_answer": 1}
+def test_a_training_leaves_its_page(folders, tmp_path):
+    undo = install_reward()
+    try:
+        assert command(flags(folders(), make_data_set(tmp_path / "data"), tmp_path, steps=2)) == 0
+    finally:
+        undo()
+    check_numbers(tmp_path / "run", blocks(tmp_path / "run" / "report.html"))
 
 
-def test_solved_and_lost_now_compare_with_the_questions_time_before(tmp_path):
-    rewards = {1: [0, 1, 0, 0], 2: [1, 1, 0, 0], 3: [1, 1, 1, 1], 4: [0, 0, 0, 0]}
-    rows = [{"step": step, "question": "q", "text": "", "choice": None, "reward": float(reward), "advantage": 0.0,
-             "length": 1, "truncated": step == 4} for step, group in rewards.items() for reward in group]
-    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    index, _ = report.read_groups(tmp_path, 4, lambda key, evaluation: "f", [])
-    assert index == [[1, "f", 1, 4, ""], [2, "f", 2, 4, "s"], [3, "f", 4, 4, "d"], [4, "f", 0, 4, "ldt"]]
+def test_an_older_run_opens(run, capsys):
+    """Without splits, judged answers and named rewards, with clip shares named after the loss and token changes."""
+    new = page_of(run, capsys)
+    drop = {"rollouts.jsonl": ("right", "rewards"), "questions.jsonl": ("split",), "metrics.jsonl": ("reward/right",),
+            "eval-base.json": ("right", "lenient_right"), f"eval-step-{STEPS}.json": ("right", "lenient_right")}
+    for name, fields in drop.items():
+        rows = lines(run / name) if name.endswith("l") else json.loads((run / name).read_text())
+        rows = [{key: value for key, value in row.items() if key not in fields} for row in rows]
+        for row in rows:
+            if "trainer/clip_fraction" in row:
+                row["ppo/clip_fraction"] = row.pop("trainer/clip_fraction")
+            if "advantage" in row:
+                row |= {"token_changes": [0.1, -0.1, 0.0], "token_texts": ["so", " B", ""]}
+        dump(run / name, rows)
+    old = page_of(run, capsys)
+    assert new["data"]["metrics"].pop("reward/right")
+    for page in (old, new):
+        for question in page["data"]["questions"].values():
+            question.pop("split", None)
+        for row in page["answers"]["before"] + page["answers"]["after"]:
+            del row["lenient_right"]
+    assert old == new  # also one id's two figures, and no token changes
 
 
-def test_a_long_run_is_thinned_out(run, monkeypatch):
-    monkeypatch.setattr(report, "ROLLOUT_BYTES", 3_000)
-    page, notes = report.run_blocks(run)
+def test_the_gain_is_split_into_box_and_answer(run, capsys):
+    choices = [None, None, "B", "B", "A", "A", "A", None], ["A", "B", "A", "A", "B", None, "A", None]
+    for name, side, order in (("eval-base.json", choices[0], 1), (f"eval-step-{STEPS}.json", choices[1], -1)):
+        dump(run / name, [answer(i, choice, lenient_choice=choice or "A", lenient_right=choice in (None, "A"))
+                          for i, choice in enumerate(side)][::order])
+    assert page_of(run, capsys)["data"]["gain"] == {
+        "n": 8, "gained": 3, "lost": 2, "mcnemar_p": 1.0, "gained_box": 1, "gained_box_only": 1, "gained_answer": 2,
+        "lost_box": 1, "lost_answer": 1}
+
+
+def test_the_task_decides_what_is_right(run, capsys):
+    """Not a comparison of two strings: here 0.50 is right where 1/2 is asked for, and half a reward is wrong."""
+    for name, right in (("eval-base.json", False), (f"eval-step-{STEPS}.json", True)):
+        change(run / name, gold="1/2", choice="0.50", right=right, lenient_choice="0.50", lenient_right=right)
+    (run / "results.json").unlink()
+    change(run / "rollouts.jsonl", choice="0.50", right=lambda row: row["step"] == 2, reward=0.5)
+    page = page_of(run, capsys)
+    assert [page["data"]["results"][side][key]["count"] for side in ("before", "after")
+            for key in ("accuracy", "lenient_accuracy", "accuracy_given_format")] == [0, 0, 0, 3, 3, 3]
+    assert (page["data"]["gain"]["gained"], page["data"]["gain"]["lost"]) == (3, 0)
+    assert [row["right"] for side in ("before", "after") for row in page["answers"][side]] == [False] * 3 + [True] * 3
+    assert [group[2] for group in page["data"]["groups"]] == [0, 0, GROUP, GROUP, 0, 0]
+
+
+def test_solved_and_lost_now_compare_with_the_questions_time_before(run, capsys):
+    right = {1: [0, 1, 0, 0], 2: [1, 1, 0, 0], 3: [1, 1, 1, 1], 4: [0, 0, 0, 0]}
+    dump(run / "rollouts.jsonl", [rollout(step, 0, "A", bool(each), truncated=step == 4)
+                                  for step, group in right.items() for each in group])
+    groups = page_of(run, capsys)["data"]["groups"]
+    assert [[step, *rest] for step, _, *rest in groups] == [
+        [1, 1, 4, ""], [2, 2, 4, "s"], [3, 4, 4, "d"], [4, 0, 4, "ldt"]]
+
+
+def test_a_long_run_is_thinned_out(run, capsys):
+    dump(run / "rollouts.jsonl", [rollout(step, 0, "A", True, text="x" * 300_000) for step in range(1, 41)])
+    code, _, err = make(capsys, run)
+    page = blocks(run / "report.html")
     kept = [int(name[5:]) for name in page if name.startswith("step-")]
-    assert 1 <= len(kept) < STEPS and kept[-1] == STEPS and "a long run" in notes[0]
-    assert {row[0] for row in json.loads(page["data"])["groups"]} == set(kept)
-
-
-def test_token_texts_join_to_the_completion(load):
-    tokenizer = load().tokenizer
-    text = "角∠ABC=90°，😀 选\\boxed{B}"
-    tokens = [*tokenizer(text).input_ids, tokenizer.eos_token_id]
-    pieces = token_texts(tokenizer, tokens)
-    assert "".join(pieces) == text and len(pieces) == len(tokens) and pieces[-1] == ""
-    assert pieces[:4] == ["", "", "角", ""]  # a byte is a token here
-    for bad in (tokens[1:9], tokens[:2], [*tokens[:2], *tokens[6:9]]):
-        assert "".join(token_texts(tokenizer, bad)) == tokenizer.decode(bad, skip_special_tokens=True)
-
-
-def test_token_changes_are_those_of_the_update(load, monkeypatch):
-    policy = load(adapter=True)
-    rewards = iter([1.0] * 4 + [1.0, 0, 0, 1] + [0.0] * 4)
-    monkeypatch.setattr(grpo, "grade", lambda text, label: next(rewards))
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
-    config = grpo.Config(group_size=4, max_tokens=8, lora_rank=4, log_token_changes=2)
-    _, batch, _ = grpo.train_step(policy, optimizer, lambda count: questions(), config)
-    assert sorted(batch.token_changes) == list(range(8))  # the group that trained, then the first of the others
-    with torch.no_grad():
-        after = grpo.completion_logprobs(policy, batch.prompts, batch.rollouts, range(12))
-    largest = 0
-    for row, found in batch.token_changes.items():
-        length = batch.rollouts.lengths[row]
-        expected = (after - batch.rollouts.logprobs)[row, :length]
-        assert found["token_changes"] == pytest.approx(expected.tolist(), abs=2e-4)
-        assert "".join(found["token_texts"]) == batch.texts[row]
-        largest = max(largest, expected.abs().max())
-    assert largest > 0.01
+    assert code == 0 and "a long run" in err and 1 < len(kept) < 40 and kept[-1] == 40
+    assert {row[0] for row in page["data"]["groups"]} == set(kept)
+    assert (run / "report.html").stat().st_size < 15_000_000
 
 
 # Damaged runs and hostile text
 
 
-def test_every_file_may_be_missing_or_damaged(copy, capsys):
+def test_every_file_may_be_missing_or_damaged(run, capsys):
     names = ["config.json", "metrics.jsonl", "rollouts.jsonl", "questions.jsonl", "results.json", "eval-base.json",
              f"eval-step-{STEPS}.json", "figures/00001.png"]
     for name in names:
-        file = copy / name
+        file = run / name
         whole = file.read_bytes()
         for damaged in (None, b"", whole[:len(whole) // 2], b"\xff\x00{", b"null\n", b"[]\n", b"{}\n", b"[" * 100_000,
                         whole.replace(b": 0", b": 1e999").replace(b": 1", b": -1e999"),
+                        whole.replace(b": 9", b": " + b"9" * 400).replace(b": 3", b": " + b"3" * 400),
                         whole.replace(b": 1", b": NaN").replace(b'": "', b'": ["x"], "y": "')):
             file.unlink(missing_ok=True)
             if damaged is not None:
                 file.write_bytes(damaged)
-            code, out, err = make(capsys, copy)
-            assert code == 0 and out == f"{copy / 'report.html'}\n" and err.count("\n") <= 1
-            page = blocks(copy / "report.html")
+            code, out, err = make(capsys, run)
+            assert code == 0 and out == f"{run / 'report.html'}\n" and err.count("\n") <= 1
+            page = blocks(run / "report.html")
             if damaged in (None, b"\xff\x00{") and (name, damaged) != ("results.json", None):  # made from the others
                 assert {"figures/00001.png": "1 figure", f"eval-step-{STEPS}.json": "eval-step-"}.get(name, name) in err
             assert len(page["data"]["groups"]) == STEPS * 2 or name == "rollouts.jsonl"
@@ -186,55 +253,51 @@ def test_what_is_no_run_is_one_line(tmp_path, capsys):
     assert make(capsys, tmp_path, "--output", tmp_path / "no" / "page.html")[0] == 2
 
 
-def test_a_training_goes_on_without_its_report(run, tmp_path, monkeypatch, capsys):
+def test_a_training_goes_on_without_its_report(run, tmp_path, capsys):
     report.write_report(tmp_path / "none")
-    monkeypatch.setattr(report, "read_groups", lambda *_: 1 / 0)
+    (run / "report.html").mkdir()
     report.write_report(run)
     printed = capsys.readouterr().out
-    assert printed.count("\n") == 2 and "is not a folder" in printed and "division by zero" in printed
+    assert printed.count("\n") == 2 and "is not a folder" in printed and "report.html was not written" in printed
 
 
-def test_a_figure_outside_the_run_is_not_read(copy):
-    text = (copy / "questions.jsonl").read_text(encoding="utf-8")
-    (copy / "questions.jsonl").write_text(text.replace("figures/", "figures/../figures/"), encoding="utf-8")
-    assert json.loads(report.run_blocks(copy)[0]["figures"]) == {}
+def test_a_figure_outside_the_run_is_not_read(run, capsys):
+    figure((70, 64), 0).convert("RGB").save(run.parent / "secret.png")
+    for name in ("figures/../../secret.png", str(run.parent / "secret.png"), "../secret.png"):
+        change(run / "questions.jsonl", figure=name)
+        assert make(capsys, run)[0] == 0 and blocks(run / "report.html")["figures"] == {}
 
 
 def make_hostile(run):
     """The same run with text in it that wants out."""
     rows = lines(run / "rollouts.jsonl")
     for i, row in enumerate(rows):
-        row["text"] = HOSTILE[i % len(HOSTILE)]
-        if row.pop("token_changes", None) and row["step"] == STEPS:
-            row["token_changes"] = [0.1] * len(row["token_texts"])
-            row["token_texts"] = (HOSTILE[i % len(HOSTILE):] + HOSTILE * 2)[:len(row["token_texts"])]
-    (run / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        row |= {"text": HOSTILE[i % len(HOSTILE)], "rewards": {HOSTILE[0]: 1, HOSTILE[3]: HOSTILE[0]}}
+    dump(run / "rollouts.jsonl", rows)
     rows = lines(run / "questions.jsonl")
     for i, row in enumerate(rows):
         row |= {"subject": HOSTILE[i % len(HOSTILE)], "choices": HOSTILE[:4], "answer": HOSTILE[i % 5]}
-    (run / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dump(run / "questions.jsonl", rows)
     for file in run.glob("eval-*.json"):
         rows = json.loads(file.read_text())
-        file.write_text(json.dumps([row | {"text": HOSTILE[i]} for i, row in enumerate(rows)]))
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row | {HOSTILE[0]: 1.0, "x" * 999: 2}) + "\n"
-                                               for row in lines(run / "metrics.jsonl")))
-    config = json.loads((run / "config.json").read_text()) | {"base_model": HOSTILE[0], HOSTILE[1]: HOSTILE[3]}
-    (run / "config.json").write_text(json.dumps(config))
+        dump(file, [row | {"text": HOSTILE[i], "gold": HOSTILE[i], "choice": HOSTILE[i]} for i, row in enumerate(rows)])
+    change(run / "metrics.jsonl", **{HOSTILE[0]: 1.0, "x" * 999: 2, f"reward/{HOSTILE[0]}": 1.0})
+    change(run / "config.json", **{"base_model": HOSTILE[0], HOSTILE[1]: HOSTILE[3]})
     return run.rename(run.with_name("<img src=x onerror=hacked=1>"))
 
 
-def test_no_text_ends_its_block(copy):
-    path = make_hostile(copy)
+def test_no_text_ends_its_block(run):
+    path = make_hostile(run)
     report.write_report(path)
     page = blocks(path / "report.html")
     assert page["data"]["config"][HOSTILE[1]] == HOSTILE[3]
-    assert {HOSTILE[0], HOSTILE[3]} <= {row.get("text") for group in page["step-1"] for row in group}
+    assert {HOSTILE[0], HOSTILE[3]} <= {row["text"] for group in page["step-1"] for row in group}
     assert (path / "report.html").read_text(encoding="utf-8").count("<script") == len(page) + 1
 
 
-def test_comparing_runs(run, copy, capsys, tmp_path):
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | {"loss_fn": "mine"}))
+def test_comparing_runs(run, capsys, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "copy" / "run")
+    change(copy / "config.json", loss_fn="mine")
     (copy / "results.json").unlink()
     code, out, err = make(capsys, run, copy, "--output", tmp_path / "both.html")
     assert code == 0 and out == f"{tmp_path / 'both.html'}\n" and err == ""
@@ -287,15 +350,15 @@ def browse(page, script, width=1280):
     return out
 
 
-def test_the_page_in_a_browser(copy, capsys):
+def test_the_page_in_a_browser(tmp_path, capsys):
     """Curves have a point for each step; a chosen step and question shows its figure and its completions."""
-    first = lines(copy / "metrics.jsonl")[0]  # a longer training, whose curves are smoothed
-    (copy / "metrics.jsonl").write_text("".join(json.dumps(first | {"step": step}) + "\n" for step in range(1, 31)))
-    make(capsys, copy)
-    figures = blocks(copy / "report.html")["figures"]
-    out = browse(copy / "report.html", """
+    steps = 30  # long enough for smoothed curves
+    run = write_run(tmp_path / "run", steps)
+    figures = page_of(run, capsys)["figures"]
+    out = browse(run / "report.html", """
         const count = name => $(`polyline.raw[data-name="${name}"]`).getAttribute("points").split(" ").length;
-        out.curves = ["reward", "format rate", "mean tokens", "degenerate", "entropy", "sampling"].map(count);
+        out.curves = ["reward", "format rate", "mean tokens", "degenerate", "clipped", "sampling"].map(count);
+        out.titles = [...document.querySelectorAll(".chart h3")].map(node => node.textContent);
         out.steps = [...$("#step").options].map(option => Number(option.value));
         out.groups = [];
         for (const step of out.steps) {
@@ -304,14 +367,11 @@ def test_the_page_in_a_browser(copy, capsys):
             document.querySelectorAll("#questions button")[i].click();
             out.groups.push([step, $("#group img").dataset.figure, $("#group img").src,
               [...document.querySelectorAll("#group .completion")].map(card => card.querySelector(".text").textContent),
-              document.querySelectorAll("#group .tokens").length]);
+              document.querySelectorAll("#group .completion.right").length]);
           }
         }
-        choose("#filter", "c");
-        out.changed = [...$("#step").options].length;
-        out.shaded = document.querySelectorAll("#group .token").length;
-        $("#shade").click();
-        out.unshaded = document.querySelectorAll("#group .token").length;
+        choose("#filter", "s");
+        out.solved = [...$("#step").options].length;
         const svg = $(".chart svg"), box = svg.getBoundingClientRect();
         svg.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + box.width / 2, clientY: box.top + 9}));
         out.hover = $(".chart .legend").textContent;
@@ -319,25 +379,41 @@ def test_the_page_in_a_browser(copy, capsys):
         for (const fold of document.querySelectorAll("details")) fold.open = true;
         out.accuracy = $(".big").textContent;
         """)
-    reward = first["reward"]
-    assert re.fullmatch(rf"reward {reward:.1%}step 1[3-6]".replace("%", " %"), out["hover"])
-    assert out["curves"] == [30] * 6 and out["steps"] == list(range(1, STEPS + 1))
-    questions = {row["figure"]: row["question"] for row in lines(copy / "questions.jsonl") if row["split"] == "train"}
-    rollouts = lines(copy / "rollouts.jsonl")
-    assert len(out["groups"]) == STEPS * 2
-    for i, (step, figure, source, texts, _) in enumerate(out["groups"]):
+    assert re.fullmatch(r"reward 50\.0 %step 1[3-6]", out["hover"])
+    assert out["curves"] == [steps] * 6 and out["steps"] == list(range(1, steps + 1))
+    assert not any(title.lower().startswith("reward:") for title in out["titles"])  # one reward is the reward itself
+    questions = {row["figure"]: row["question"] for row in lines(run / "questions.jsonl") if row["split"] == "train"}
+    rollouts = lines(run / "rollouts.jsonl")
+    assert len(out["groups"]) == steps * 2
+    for i, (step, name, source, texts, right) in enumerate(out["groups"]):
         group = rollouts[i * GROUP:(i + 1) * GROUP]
-        assert step == group[0]["step"] and questions[figure] == group[0]["question"] and source == figures[figure]
-        assert len(texts) == GROUP
-    assert sum(group[4] for group in out["groups"]) == STEPS * GROUP == out["changed"] * GROUP
-    assert out["shaded"] > GROUP and out["unshaded"] == 0 and out["answers"] == 3
-    before, after = (json.loads((copy / "results.json").read_text())[side]["accuracy"]["value"]
-                     for side in ("before", "after"))
-    assert out["accuracy"].startswith(f"{before:.1%}→{after:.1%}".replace("%", " %"))
+        assert step == group[0]["step"] and questions[name] == group[0]["question"] and source == figures[name]
+        assert texts == [row["text"] for row in group] and right == sum(row["right"] for row in group)
+    assert 0 < out["solved"] < steps and out["answers"] == 3
+    assert out["accuracy"].startswith("33.3 %→100.0 %")
 
 
-def test_hostile_text_on_a_phone(copy):
-    path = make_hostile(copy)
+def test_rewards_and_questions_of_another_task_in_a_browser(run, capsys):
+    """Several rewards each have a curve and a place in the facts; a question without a figure is its text alone."""
+    change(run / "questions.jsonl", figure=None, choices=[], label="1/2")
+    shutil.rmtree(run / "figures")
+    change(run / "rollouts.jsonl", rewards=lambda row: {"right": row["reward"], "brevity": -0.25}, right=True,
+           choice=None)
+    change(run / "metrics.jsonl", **{"reward/brevity": -0.25})
+    assert page_of(run, capsys)["figures"] == {}
+    out = browse(run / "report.html", """
+        out.titles = [...document.querySelectorAll(".chart h3")].map(node => node.textContent);
+        out.question = $("#group").firstChild.textContent;
+        out.facts = $("#group .completion .facts").textContent;
+        out.images = document.querySelectorAll("img").length;
+        """)
+    assert [title for title in out["titles"] if "eward" in title] == ["Reward", "Reward: brevity", "Reward: right"]
+    assert out["images"] == 0 and re.fullmatch(r"求train\dRight answer: 1/2worked solution", out["question"])
+    assert re.fullmatch(r"✓reward [01]right [01]brevity -0.25advantage .*", out["facts"])
+
+
+def test_hostile_text_on_a_phone(run):
+    path = make_hostile(run)
     report.write_report(path)
     out = browse(path / "report.html", """
         out.texts = []; out.wide = 0;
@@ -358,7 +434,20 @@ def test_hostile_text_on_a_phone(copy):
     assert "␀␇␛[31m⟨009b⟩⟨202e⟩abc␍\n?" in out["texts"]
 
 
-def test_partial_runs_and_comparisons_in_a_browser(run, copy, capsys):
+def test_headings_on_a_phone_are_not_under_the_navigation(run, capsys):
+    page_of(run, capsys)
+    out = browse(run / "report.html", """
+        out.lines = Math.round($("nav").offsetHeight / 24);
+        out.covered = [...document.querySelectorAll("nav a")].map(link => {
+          const heading = $(link.getAttribute("href"));
+          heading.scrollIntoView();
+          return $("nav").getBoundingClientRect().bottom - heading.getBoundingClientRect().top; });
+        """, width=320)
+    assert out["lines"] > 1 and len(out["covered"]) == 5 and max(out["covered"]) <= 0
+
+
+def test_partial_runs_and_comparisons_in_a_browser(run, tmp_path, capsys):
+    copy = shutil.copytree(run, tmp_path / "copy" / "run")
     make(capsys, run, copy, "--output", copy / "compare.html")
     out = browse(copy / "compare.html", "out.curves = document.querySelectorAll('polyline.raw[data-name$=run]').length")
     assert out["curves"] >= 2 * 10
