@@ -352,8 +352,7 @@ def browse(page, script, width=1280):
 
 def test_the_page_in_a_browser(tmp_path, capsys):
     """Curves have a point for each step; a chosen step and question shows its figure and its completions."""
-    steps = 30  # long enough for smoothed curves
-    run = write_run(tmp_path / "run", steps)
+    run = write_run(tmp_path / "run", steps := 30)  # long enough for smoothed curves
     figures = page_of(run, capsys)["figures"]
     out = browse(run / "report.html", """
         const count = name => $(`polyline.raw[data-name="${name}"]`).getAttribute("points").split(" ").length;
