@@ -51,7 +51,7 @@ CHECKS = {  # column: what its value must pass, and how to say so; `type` and no
 @dataclass(frozen=True)
 class Question:
     id: int | str
-    image: Image.Image  # decoded, in any PIL mode; vision_tokens.on_white makes it RGB
+    image: Image.Image | None  # decoded, in any PIL mode; vision_tokens.on_white makes it RGB
     subject: str
     choices: tuple[str, str, str, str]
     label: str  # "A".."D"
@@ -78,8 +78,8 @@ class Questions(Sequence):
                         row.get("answer") or "")
 
 
-def load_geoqa(dataset, split, test_size=100, seed=42, max_samples=0, revision=""):
-    """Load one split of a hub id or a local folder -> Questions.
+def load_geoqa(dataset, split, test_size=100, seed=42, max_samples=0):
+    """Load one split of a hub id (also id@revision) or a local folder -> Questions.
 
     train  all rows, shuffled with `seed`
     test   the last `test_size` rows (0: all) of the split shuffled with 42, whatever `seed` is
@@ -94,7 +94,7 @@ def load_geoqa(dataset, split, test_size=100, seed=42, max_samples=0, revision="
         raise UserError(f"test_size {test_size}, max_samples {max_samples}, seed {seed}: none may be negative")
     from datasets import Dataset
 
-    folder, revision = hub_folder(dataset, "dataset", revision, ["data/*.parquet", "*.parquet"])
+    folder, revision = hub_folder(dataset, "dataset", ["data/*.parquet", "*.parquet"])
     raw, prepared = sorted(folder.glob("data/*.parquet")), folder / f"{split}.parquet"
     notes = [f"{dataset} holds data/*.parquet, so {prepared.name} is not used"] if raw and prepared.exists() else []
     if not raw and not prepared.exists():

@@ -6,9 +6,10 @@
 Each step draws G completions for each of B questions, rewards a right final \\boxed{letter} with 1, and makes the
 completions that beat their group's mean more likely (GRPO: DeepSeekMath, arXiv 2402.03300, section 4.1).
 
-Where this differs from the paper, and why:
- 1. The advantage is reward - mean. The paper also divides by the group's standard deviation (`--normalize-std`); the
-    experiment reproduced here does not, and dividing weighs nearly solved and nearly hopeless questions up.
+Where this differs from the paper, and why; the numbers stand again at the lines that do it:
+ 1. The advantage is reward - mean. The paper also divides by the group's standard deviation (`--advantage grpo_std`);
+    the experiment reproduced here does not, and dividing over-weights questions that are almost always or almost never
+    solved.
  2. By default one update a batch, so no clipping: the loss is -ratio * advantage with ratio = exp(logp - old_logp),
     which is 1 up to rounding. `old_logp` is what the sampler gave the token when it drew it. With clipping:
     `--loss-fn ppo --updates-per-rollout 2`.
@@ -20,116 +21,110 @@ Where this differs from the paper, and why:
     softmax over the remaining vocabulary.
 """
 
-import contextlib
 import dataclasses
-import inspect
 import itertools
 import math
-import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
+from transformers import DynamicCache
 
+from geoqa import Question, format_question, load_geoqa
+from losses import LOSS_FNS, LOSS_REDUCTIONS, clip_counts, clip_metrics, log_ratio, ratio_metrics, reduction_of, token_losses
+from report import write_report
+from reward import Reading, read_choice, reward_completion
+from support.branching import Branches
 from support.checkpoints import NonFinite, nonfinite_record
-from support.cost import Meter, gpu_joules, step_energy
-from geoqa import load_geoqa
+from support.command_line import check_config, reward_weights, run_command_line, with_preset
+from support.cost import Meter, StepClock
 from support.errors import UserError
 from support.kv_cache import join_caches
-from support.models import add_lora, checkpoints_activations, fused_kernels, kernels_line, load_base, pick_device
-from support.plan import fit_memory, memory_phase, plan_text
-from report import write_report
-from reward import grade
-from support.rundir import RunDir, batch_metrics, free_run_path, token_texts, update_metrics
-from support.command_line import check_config, check_solutions, run_command_line, with_preset
-from support.trackers import PROJECT
-from vision_tokens import Prompts, encode_figures, encode_prompts, join_prompts, prompt_positions, select_figures
+from support.metrics import batch_metrics, update_metrics
+from support.models import add_lora, checkpoints_activations, kernels_line, load_base, pick_device
+from support.order import Order, uniform_numbers
+from support.padding import left_padded, rectangle
+from support.plan import Algorithm, fit_memory, memory_phase, plan_text
+from support.run_settings import RunSettings, flag
+from support.rundir import RunDir, free_run_path
+from vision_tokens import encode, encode_figures, figure_inputs, rotary_positions
 
 LOGIT_CHUNK = 256  # tokens whose logits exist at once in the learner: 0.25 GB in float32, and a few copies of it
 PREFILL_TOKENS = 4096  # prompt tokens, padding included, that go through the model at once in the sampler
 TOKENS_PER_MICRO_BATCH = 8192  # where no memory plan has set it
+CHECK_EVERY = {"cuda": 16, "cpu": 1}  # tokens between two looks for finished rows: a look makes a GPU wait for its queue
+MOST_CANDIDATES = 4  # dynamic sampling draws at most so many times --batch-size questions a step
 
 
 # ---------------------------------------------------------------------------------------------------------- Config
 
 
-def flag(default, help):
-    """A dataclass field that is also a command-line flag."""
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass
-class Config:
-    base_model: str = flag("Qwen/Qwen3.5-4B", "policy: a hub id or a local folder")
-    model_revision: str = flag("", "commit, tag or branch of the policy on the hub; empty: the newest")
+class Config(RunSettings):
+    base_model: str = flag("Qwen/Qwen3.5-4B", "policy: hub id, id@revision or folder", section="model")
     adapter: str = flag("", "folder of a LoRA adapter to start from")
-    dataset: str = flag("hz2475/geoQA", "questions: a hub id or a local folder")
-    dataset_revision: str = flag("", "commit, tag or branch of the data set on the hub; empty: the newest")
-    max_samples: int = flag(0, "train on the first N shuffled questions only; 0: on all")
-    max_image_tokens: int = flag(1024, "figures above this many visual tokens are downsized; 0: never")
+    lora_rank: int = flag(32, "rank of the adapter; alpha equals it", at_least=1)
+    quantization: Literal["auto", "nf4", "none"] = flag("auto", "of the base; auto: nf4 on CUDA, none on a CPU")
 
-    steps: int = flag(100, "training steps, one batch of questions each")
-    batch_size: int = flag(8, "questions a step")
-    group_size: int = flag(8, "completions a question")
-    max_tokens: int = flag(1024, "most new tokens of a completion, in training and evaluation")
-    temperature: float = flag(1.0, "softmax temperature of the rollouts")
-    top_p: float = flag(1.0, "nucleus of a sampled evaluation; training needs 1")
-    lora_rank: int = flag(32, "rank of the adapter; alpha equals it")
-    learning_rate: float = flag(4e-5, "AdamW's, constant")
-    max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm; 0: never")
-    algorithm: Literal["grpo", "dapo"] = flag("grpo", "dapo: sets those flags below that are at their default")
-    loss_fn: str = flag("importance_sampling", "per-token loss: importance_sampling, ppo, cispo or gspo")
-    clip_low: float | None = flag(None, "`low` of the loss's formula; unset: the loss's own")
-    clip_high: float | None = flag(None, "`high` of the loss's formula; unset: the loss's own")
-    loss_reduction: Literal["auto", "token", "sequence", "constant"] = flag(
-        "auto", "how token losses become one: auto is sequence for gspo, else token")
-    updates_per_rollout: int = flag(1, "passes over one batch of rollouts")
-    minibatches: int = flag(1, "shuffled parts of a pass, an optimiser step after each")
-    normalize_std: bool = flag(False, "divide advantages by the group's standard deviation")
-    kl_coef: float = flag(0.0, "weight of the KL term to the base policy; above 0 all rows train")
-    mask_truncated: bool = flag(False, "completions that hit the limit do not train")
-    overlong_penalty: bool = flag(False, "lower the reward of completions near the limit, down to -1 at it")
-    overlong_cache: int = flag(0, "tokens over which that penalty grows; 0: a quarter of --max-tokens")
+    dataset: str = flag("hz2475/geoQA", "questions: hub id, id@revision or folder", section="data")
+    max_samples: int = flag(0, "train on the first N shuffled questions; 0: on all", at_least=0)
+    max_image_tokens: int = flag(1024, "downsize figures above N visual tokens; 0: never", at_least=0)
+
+    steps: int = flag(100, "training steps, one batch of questions each", section="algorithm", at_least=1)
+    batch_size: int = flag(8, "questions a step", at_least=1)
+    group_size: int = flag(8, "completions a question", at_least=2)
+    max_tokens: int = flag(1024, "most new tokens of a completion, in training and evaluation", at_least=1)
+    temperature: float = flag(1.0, "softmax temperature of the rollouts", above=0)
+    seed: int = flag(42, "of question order, adapter and draws; never of the test set", at_least=0)
+    learning_rate: float = flag(4e-5, "of AdamW, constant", at_least=0)
+    max_grad_norm: float = flag(1.0, "scale gradients down to this norm; 0: never", at_least=0)
+    algorithm: Literal["grpo", "dapo"] = flag("grpo", "dapo sets the DAPO flags that you did not set")
+    sampler: str = flag("loop", "generate: model.generate, slower", choices=lambda: SAMPLERS)
+    reward: str = flag("right", "names and weights, e.g. right:1,brevity:0.2", choices=lambda: GEOQA.rewards)
+    advantage: str = flag("grpo", "reward - mean; grpo_std also divides by std", choices=lambda: ADVANTAGES)
+    loss_fn: str = flag("importance_sampling", "loss of each token", choices=LOSS_FNS)
+    clip_low: float | None = flag(None, "`low` in the loss's formula; unset: the loss's own", at_least=0)
+    clip_high: float | None = flag(None, "`high` in the loss's formula; unset: the loss's own", at_least=0)
+    loss_reduction: Literal["auto", "token", "sequence", "constant"] = flag("auto", "auto: the loss's own, else token")
+    updates_per_rollout: int = flag(1, "passes over one batch of rollouts", at_least=1)
+    minibatches: int = flag(1, "parts of a pass, one optimiser step each", at_least=1)
+    kl_coef: float = flag(0.0, "weight of the KL term to the base; above 0 all rows train", at_least=0)
+    mask_truncated: bool = flag(False, "leave completions that hit the limit out of training")
+    overlong_penalty: bool = flag(False, "lower rewards near the limit: over the last quarter of --max-tokens, to -1")
     dynamic_sampling: bool = flag(False, "draw questions until --batch-size groups have unequal rewards")
-    max_candidate_multiplier: int = flag(4, "dynamic sampling draws at most this many times --batch-size questions")
-    advantage: Literal["reward", "opsd", "opd"] = flag(
-        "reward", "reward; or distillation: opsd from the base that reads the solution, opd from --teacher-model")
-    teacher_model: str = flag("", "hub id or folder of the teacher of --advantage opd")
-    distill_coef: float = flag(1.0, "weight of the distillation advantage")
-    seed: int = flag(42, "of the training order, the adapter's start and the draws; never of the test set")
 
-    device: str = flag("auto", "auto: the CUDA GPU; or cuda, cuda:1, cpu")
-    quantization: Literal["auto", "nf4", "none"] = flag("auto", "4-bit base; auto: nf4 on CUDA, none on a CPU")
-    activation_checkpointing: Literal["auto", "on", "off"] = flag("auto", "recompute layers; auto: on CUDA only")
-    fused_kernels: bool = flag(True, "use flash-linear-attention and causal-conv1d on CUDA where they are installed")
-    tokens_per_micro_batch: int = flag(0, "tokens in one forward and backward pass of the learner; 0: what fits")
-    rollouts_at_once: int = flag(0, "completions drawn at once, the others in further waves; 0: what fits")
-
-    evaluate: bool = flag(True, "evaluate before and after training")
-    eval_only: bool = flag(False, "evaluate, train nothing")
+    evaluate: bool = flag(True, "evaluate before and after training", section="evaluation")
     eval_split: Literal["test", "dev"] = flag("test", "split of the evaluation questions")
-    test_size: int = flag(100, "questions of the test split, always the same; 0: all; dev is always whole")
-    eval_batch_size: int = flag(32, "questions decoded at once in evaluation")
-    eval_temperature: float = flag(0.0, "softmax temperature of evaluation; 0: greedy")
+    test_size: int = flag(100, "questions of the test split, always the same; 0: all; dev is always whole", at_least=0)
+    eval_temperature: float = flag(0.0, "softmax temperature of evaluation; 0: greedy", at_least=0)
+    top_p: float = flag(1.0, "nucleus of a sampled evaluation; training needs 1", above=0, at_most=1)
 
-    plan: bool = flag(False, "print what the setting takes in GPU memory, and do nothing else")
 
-    resume: str = flag("", "run folder to continue as if it had never stopped; its settings are taken from there")
-    save_every: int = flag(25, "steps between checkpoints; 0: only the last")
-    keep_checkpoints: int = flag(0, "newest checkpoints to keep; 0: all")
-    on_nonfinite: Literal["stop", "skip"] = flag("stop", "an update with NaN or infinity: stop, or leave it out")
-    show_samples: bool = flag(False, "print one group of completions each step")
-    log_token_changes: int = flag(0, "groups a step whose tokens' changes by the update are kept for the report")
-    experiment_name: str = flag("", "name of the run's folder; empty: the policy's name and a number")
-    tracker: Literal["none", "swanlab", "tensorboard", "wandb"] = flag("none", "program that also gets the metrics")
-    swanlab_mode: Literal["cloud", "local", "offline", "disabled"] = flag("cloud", "where SwanLab keeps them")
-    swanlab_project: str = flag(PROJECT, "SwanLab's project")
-    electricity_price: float = flag(0.6, "yuan per kWh, for the cost in results.json")
-    output_dir: str = flag("runs", "folder of the run folders")
+# ------------------------------------------------------------------------------------------------------------ Task
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked, and how answers are judged: all of the program that is about geometry."""
+
+    load: Callable  # (config, split) -> a sequence of questions that has .revision and .notes
+    prompt: Callable  # (question, with_solution=False) -> the user turn's text; the figure, if there is one, follows it
+    read: Callable  # (text, question) -> Reading: for the page, the format rate and evaluation
+    rewards: dict  # name -> f(answer, question) -> number; the answer is a Completion: .text .reading .tokens .finished
+
+
+def load_questions(config, split):
+    return load_geoqa(config.dataset, split, test_size=config.test_size, seed=config.seed,
+                      max_samples=config.max_samples if split == "train" else 0)
+
+
+GEOQA = Task(load_questions, format_question, read_choice, {"right": lambda answer, question: answer.reading.right})
 
 
 # ---------------------------------------------------------------------------------------------------------- Policy
@@ -143,7 +138,7 @@ class Policy:
     tokenizer: object
     image_processor: object
     stop_ids: torch.Tensor  # tokens that end a completion
-    forbidden_ids: torch.Tensor  # image tokens: probability 0 in the sampler and in the learner
+    forbidden_ids: torch.Tensor  # (6) image tokens: probability 0 in the sampler and in the learner
     revision: str = "local"
 
     @property
@@ -162,22 +157,21 @@ class Policy:
 def load_policy(config):
     """Config -> Policy. On CUDA an NF4 base in bf16, on a CPU a float32 base; the adapter is float32 on both.
 
-    Raises UserError where there is no GPU, no such model, or a model of another kind than loading.SUPPORTED_MODELS.
+    Raises UserError where there is no GPU, no such model, or a model of another kind than models.SUPPORTED_MODELS.
     """
-    policy = load_frozen(config.base_model, config.model_revision, config)
+    policy = load_frozen(config.base_model, config)
     if checkpoints_activations(config.activation_checkpointing, policy.device.type):
         policy.base.activation_checkpointing_enable()
     torch.manual_seed(config.seed)  # the adapter's start
-    policy.model = add_lora(policy.base, config.base_model, config.lora_rank, config.adapter)
+    policy.model = add_lora(policy.base, config.base_model, config.lora_rank, config.adapter)  # (6)
     tqdm.write(kernels_line(policy.base, config.fused_kernels))
     return policy
 
 
-def load_frozen(name, revision, config):
+def load_frozen(name, config):
     """A model from the hub or a folder as a Policy without adapter: the base of the policy, or a teacher."""
-    base, tokenizer, image_processor, revision = load_base(name, revision, pick_device(config.device),
-                                                           config.quantization)
-    fused_kernels(base, config.fused_kernels)
+    base, tokenizer, image_processor, revision = load_base(name, pick_device(config.device), config.quantization,
+                                                           config.fused_kernels)
     stop_ids = base.generation_config.eos_token_id
     stop_ids = {tokenizer.eos_token_id, *(stop_ids if isinstance(stop_ids, list) else [stop_ids])} - {None}
     forbidden_ids = {getattr(base.config, name, None) for name in (
@@ -186,659 +180,580 @@ def load_frozen(name, revision, config):
                   torch.tensor(sorted(forbidden_ids), device=base.device), revision)
 
 
-# ---------------------------------------------------------------------------------------------------------- Sampler
+# ------------------------------------------------------------------------------------------------------------ Rows
 
 
-@dataclass
-class Rollouts:
-    """B*G completions; those of question b are rows b*G to (b+1)*G - 1. Beyond a row's length: padding."""
+@dataclass(eq=False)
+class Prompt:
+    """A question as the model reads it. Tensors are on the CPU, the figure's features on the policy's device."""
 
-    tokens: torch.Tensor  # (B*G, T), the stop token included
-    logprobs: torch.Tensor  # (B*G, T) float32, of the full softmax at `temperature`, as the sampler drew
-    entropies: torch.Tensor  # (B*G, T) float32, nats, of the distribution that the token was drawn from
-    lengths: torch.Tensor  # (B*G,)
-    finished: torch.Tensor  # (B*G,) bool, False where the limit cut the completion
-    temperature: float
+    ids: torch.Tensor  # (P,)
+    positions: torch.Tensor  # (3, P) rotary positions in time, height and width
+    figure: object  # what the vision tower gave for it; None where there is no figure
+    question: Question
+    note: str = ""  # says that its figure was downsized
 
     @property
-    def mask(self):
-        """(B*G, T) bool. From lengths: a mask from `token == pad` would hide real end tokens."""
-        return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[:, None]
+    def next_position(self):
+        """Position of a completion's first token: a figure advances the position by less than its token count."""
+        return int(self.positions.max()) + 1
 
 
-def join_rollouts(waves):
-    """Rollouts of the same length limit, one below the other."""
-    names = ("tokens", "logprobs", "entropies", "lengths", "finished")
-    return Rollouts(*(torch.cat([getattr(wave, name) for wave in waves]) for name in names), waves[0].temperature)
+@dataclass(eq=False)
+class Completion:
+    """One answer to a prompt. A group is a run of rows that share one Prompt. Tensors are on the CPU."""
+
+    prompt: Prompt
+    tokens: torch.Tensor  # (T,), the stop token included
+    logprobs: torch.Tensor  # (T,) float32, of the full softmax at the sampler's temperature, as it drew
+    entropies: torch.Tensor  # (T,) float32, nats, of the distribution that the token was drawn from
+    trained: torch.Tensor  # (T,) bool, False on what the policy did not draw
+    finished: bool  # False where the limit cut it
+    text: str = ""
+    reading: Reading | None = None
+    rewards: dict = field(default_factory=dict)  # name -> raw value
+    reward: float = 0.0  # their weighted sum
+    advantage: object = 0.0  # a number, or (T,) from a teacher
+    reference_logprobs: torch.Tensor | None = None  # (T,) of the base policy, for the KL term
+
+    @property
+    def length(self):
+        """Tokens that train."""
+        return int(self.trained.sum())
+
+
+def encode_prompts(policy, questions, task, max_image_tokens=1024, with_solution=False):
+    """Questions -> [Prompt], each figure through the vision tower once. `with_solution` is for a teacher."""
+    encoded = [encode(policy.tokenizer, policy.image_processor, task.prompt(question, with_solution), question.image,
+                      max_image_tokens, f"question {question.id}") for question in questions]
+    figures = encode_figures(policy.base.eval(), encoded)
+    return [Prompt(torch.tensor(prompt.ids), rotary_positions(policy.base, prompt), figure, question, prompt.note)
+            for prompt, figure, question in zip(encoded, figures, questions)]
+
+
+# --------------------------------------------------------------------------------------------------------- Sampler
 
 
 @memory_phase("sampling", "--rollouts-at-once")
 @torch.no_grad()
-def sample(policy, prompts, group_size, max_tokens, temperature=1.0, top_p=1.0, rollouts_at_once=0, progress=None):
-    """Draws `group_size` completions of at most `max_tokens` tokens for each prompt -> Rollouts.
+def sample(policy, prompts, max_tokens, temperature=1.0, top_p=1.0, uniforms=None):
+    """Draws a completion of at most `max_tokens` tokens for each of `prompts`, at once -> [Completion].
 
-    Temperature 0 decodes greedily (logprobs are then those at temperature 1); top_p < 1 draws from the nucleus but
-    still reports logprobs of the full softmax. Both are for evaluation. Rows beyond `rollouts_at_once` (0: all fit)
-    are drawn in further waves. `progress` is a tqdm bar or None.
+    A Prompt that stands in the list G times is prefilled once. `uniforms` (n, max_tokens) in [0, 1) decide the draws;
+    None: fresh ones. Temperature 0 decodes greedily (logprobs are then those at temperature 1); top_p < 1 draws from
+    the nucleus but still reports logprobs of the full softmax. Both are for evaluation.
     Raises UserError where prompt and completion together exceed the model's context.
     """
-    model, device = policy.base.eval(), policy.device
-    context = model.config.text_config.max_position_embeddings
-    if prompts.input_ids.shape[1] + max_tokens > context:
-        raise UserError(f"a prompt of {prompts.input_ids.shape[1]} tokens and --max-tokens {max_tokens} exceed the "
-                        f"model's context of {context}")
-    rows = prompts.input_ids.shape[0] * group_size
-    shape = rows, max_tokens
-    rollouts = Rollouts(torch.full(shape, policy.tokenizer.pad_token_id, device=device),
-                        torch.zeros(shape, device=device), torch.zeros(shape, device=device),
-                        torch.zeros(rows, dtype=torch.long, device=device),
-                        torch.zeros(rows, dtype=torch.bool, device=device), temperature)
-    encode_figures(model, prompts)
-    for wave in torch.arange(rows, device=device).split(rollouts_at_once or rows):
-        which, prompt_of_row = (wave // group_size).unique(return_inverse=True)
-        cache, logits = prefill(policy, prompts, which)
-        cache.reorder_cache(prompt_of_row)  # each prompt was prefilled once, and now serves all its rows
-        decode(policy, prompts, rollouts, wave, wave // group_size, cache, logits[prompt_of_row], top_p, progress)
-        del cache, logits  # before the next wave has its own
-    return rollouts
-
-
-def prefill(policy, prompts, which):
-    """Runs the prompts `which` (n,) through the model, a few at a time -> (cache, (n, V) logits of the next token)."""
-    model, parts = policy.base, []
-    for some in which.split(max(1, PREFILL_TOKENS // prompts.input_ids.shape[1])):
-        parts.append(model.generate(
-            prompts.input_ids[some], attention_mask=prompts.attention_mask[some],
-            position_ids=prompt_positions(model, prompts)[:, some],
-            mm_encoder_outputs=select_figures(prompts.features, some.tolist()), custom_generate=first_forward,
-            do_sample=False, num_beams=1, num_return_sequences=1, max_new_tokens=1,
-            pad_token_id=policy.tokenizer.pad_token_id))
-    return join_caches([cache for cache, _ in parts]), torch.cat([logits for _, logits in parts])
-
-
-def first_forward(model, input_ids, **prepared):
-    """Called by `model.generate` with the cache and inputs that it has prepared -> (cache, (n, V) logits)."""
-    for unused in ("logits_processor", "stopping_criteria", "generation_config"):
-        prepared.pop(unused)  # top-k 20 and top-p 0.95 of the model's folder among them: they would skew logprobs
-    outputs = model(**model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **prepared))
-    return outputs.cache, outputs.logits[:, -1]
-
-
-def decode(policy, prompts, rollouts, row, which, cache, logits, top_p, progress):
-    """Draws the rollouts `row` (n,), whose prompts are `which` (n,), token by token, and writes them to `rollouts`.
-
-    `cache` holds the n prompts and `logits` (n, V) what follows them.
-    """
-    model, max_tokens, device = policy.base, rollouts.tokens.shape[1], row.device
-    prompt_width, total = prompts.input_ids.shape[1], len(row)
-    attention_mask = F.pad(prompts.attention_mask[which].bool(), (0, max_tokens), value=True)  # (n, P + T)
-    position = next_position(prompt_positions(model, prompts))[which]  # (n,)
-    alive = torch.ones(total, dtype=torch.bool, device=device)
-    check_every = finished_check_interval(device)
-    if progress is not None:
-        progress.reset(max_tokens)
-
-    for t in range(max_tokens):
-        token, logprob, entropy = draw_tokens(logits, policy.forbidden_ids, rollouts.temperature, top_p)  # (n,) each
-        token = torch.where(alive, token, policy.tokenizer.pad_token_id)
-        rollouts.tokens[row, t] = token
-        rollouts.logprobs[row, t] = logprob * alive
-        rollouts.entropies[row, t] = entropy * alive
-        rollouts.lengths[row] += alive
-        alive &= ~(token[:, None] == policy.stop_ids).any(1)
-        rollouts.finished[row] = ~alive
-        if progress is not None:
-            progress.update()
-        if t + 1 == max_tokens:
-            break
-        if (t + 1) % check_every == 0:
-            keep = alive.nonzero()[:, 0]
-            if len(keep) == 0:
+    model, device, n = policy.base.eval(), policy.device, len(prompts)
+    cache, logits, visible, position = prefill(policy, prompts, max_tokens)
+    uniforms = (torch.rand(n, max_tokens) if uniforms is None else uniforms).to(device)
+    tokens = torch.zeros(n, max_tokens, dtype=torch.long, device=device)
+    logprobs, entropies = torch.zeros(2, n, max_tokens, device=device)
+    row, check_every = torch.arange(n, device=device), CHECK_EVERY[device.type]  # row: those still drawn
+    with tqdm(total=max_tokens, desc="sampling", unit="token", leave=False, disable=None) as bar:
+        for t in range(max_tokens):
+            token, logprob, entropy = draw_tokens(logits, policy.forbidden_ids, temperature, top_p, uniforms[row, t])
+            tokens[row, t], logprobs[row, t], entropies[row, t] = token, logprob, entropy
+            bar.update()
+            if t + 1 == max_tokens:
                 break
-            if len(keep) < len(row):
-                cache.reorder_cache(keep)
-                row, token, attention_mask, position = row[keep], token[keep], attention_mask[keep], position[keep]
-                alive = alive[keep]
-            if progress is not None:
-                progress.set_postfix_str(f"{len(row)} of {total} rows unfinished", refresh=False)
-        # Positions are given: model.rope_deltas is state that goes stale when rows are expanded or dropped.
-        # The mask has its 4 dimensions already: a 2-dimensional one is read by the host for each token.
-        logits = model(input_ids=token[:, None], attention_mask=attention_mask[:, None, None, :prompt_width + t + 1],
-                       position_ids=(position + t).expand(3, -1)[..., None], cache=cache, use_cache=True,
-                       logits_to_keep=1).logits[:, -1]
+            if (t + 1) % check_every == 0:
+                recent = tokens[row, t + 1 - check_every:t + 1]
+                keep = (~torch.isin(recent, policy.stop_ids).any(1)).nonzero()[:, 0]
+                if len(keep) == 0:
+                    break
+                if len(keep) < len(row):
+                    cache.reorder_cache(keep)
+                    row, token, visible, position = row[keep], token[keep], visible[keep], position[keep]
+                bar.set_postfix_str(f"{len(row)} of {n} rows unfinished", refresh=False)
+            # Positions are given: model.rope_deltas is state that goes stale when rows are expanded or dropped.
+            # The mask has 4 dimensions: transformers inspects a 2-D mask on the host, a GPU sync for every token.
+            logits = model(input_ids=token[:, None], position_ids=(position + t).expand(3, -1)[..., None],
+                           attention_mask=visible[:, None, None, :visible.shape[1] - max_tokens + t + 1],
+                           cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+    return cut_completions(policy, prompts, tokens, logprobs, entropies)
 
 
-def finished_check_interval(device):
-    """Tokens between two looks for finished rows: a look makes a GPU wait for its queue, and costs a CPU nothing."""
-    return 16 if device.type == "cuda" else 1
+def prefill(policy, prompts, max_tokens):
+    """Runs each distinct prompt through the model, a few at a time, and gives every row its prompt's results.
+
+    -> (cache of all rows; logits of their first token (n, V); columns that a row may see, (n, P + max_tokens) bool, P
+    the longest prompt; position of its first token (n,)).
+    """
+    distinct = list(dict.fromkeys(prompts))
+    ids, visible, positions = left_padded(distinct, policy.device)
+    if ids.shape[1] + max_tokens > (context := policy.base.config.text_config.max_position_embeddings):
+        raise UserError(f"a prompt of {ids.shape[1]} tokens and --max-tokens {max_tokens} exceed the model's context of "
+                        f"{context}")
+    parts, at_once = [], max(1, PREFILL_TOKENS // ids.shape[1])
+    for i in range(0, len(distinct), at_once):
+        part = slice(i, i + at_once)
+        outputs = policy.base(input_ids=ids[part], attention_mask=visible[part].long(), position_ids=positions[:, part],
+                              cache=DynamicCache(config=policy.base.config), use_cache=True, logits_to_keep=1,
+                              **figure_inputs([prompt.figure for prompt in distinct[part]]))
+        parts.append((outputs.cache, outputs.logits[:, -1]))
+    cache, logits = join_caches([cache for cache, _ in parts]), torch.cat([logits for _, logits in parts])
+    index = {prompt: i for i, prompt in enumerate(distinct)}
+    index = torch.tensor([index[prompt] for prompt in prompts], device=policy.device)
+    cache.reorder_cache(index)
+    position = torch.tensor([prompt.next_position for prompt in prompts], device=policy.device)
+    return cache, logits[index], F.pad(visible[index], (0, max_tokens), value=True), position
 
 
-def next_position(positions):
-    """(3, B, P) -> (B,) position of a completion's first token: not the length, figures take fewer than tokens."""
-    return positions[:, :, -1].amax(0) + 1
+def cut_completions(policy, prompts, tokens, logprobs, entropies):
+    """(n, T) of what was drawn -> [Completion], each cut behind its first stop token."""
+    is_stop = torch.isin(tokens, policy.stop_ids).cpu()
+    columns, rows = [x.cpu() for x in (tokens, logprobs, entropies)], []
+    for i, prompt in enumerate(prompts):
+        stops = is_stop[i].nonzero()
+        length = int(stops[0]) + 1 if len(stops) else tokens.shape[1]
+        rows.append(Completion(prompt, *(x[i, :length].clone() for x in columns), torch.ones(length, dtype=torch.bool),
+                               finished=len(stops) > 0))
+    return rows
 
 
 def allowed_logprobs(logits, forbidden_ids, temperature):
-    """(..., V) logits -> float32 log-softmax at `temperature` (0: at 1) over all but the forbidden tokens."""
+    """(..., V) logits -> float32 log-softmax at `temperature` (0: at 1) over all but the forbidden tokens (6)."""
     logits = logits.float().index_fill(-1, forbidden_ids, -math.inf)
     return (logits / (temperature or 1.0)).log_softmax(-1)
 
 
-def draw_tokens(logits, forbidden_ids, temperature, top_p):
+def draw_tokens(logits, forbidden_ids, temperature, top_p, uniforms):
     """(n, V) logits -> the tokens drawn (n,), their log-probabilities (n,), and the entropy of what they came from."""
     logprobs = allowed_logprobs(logits, forbidden_ids, temperature)
-    token = draw(logprobs, temperature, top_p)
-    return token, logprobs.gather(1, token[:, None])[:, 0], torch.special.entr(logprobs.exp()).sum(-1)
+    token = draw(logprobs, temperature, top_p, uniforms)
+    return token, logprobs.gather(1, token[:, None])[:, 0], entropy_of(logprobs)
 
 
-def draw(logprobs, temperature, top_p):
-    """(rows, V) -> (rows,) tokens: greedy at temperature 0, else a draw from the nucleus of mass `top_p`."""
+def entropy_of(logprobs):
+    """(..., V) -> (...) nats."""
+    return torch.special.entr(logprobs.exp()).sum(-1)
+
+
+def draw(logprobs, temperature, top_p, uniforms):
+    """(n, V) -> (n,) tokens: greedy at temperature 0, else from the nucleus of mass `top_p`, as `uniforms` (n,) say."""
     if temperature == 0:
         return logprobs.argmax(-1)
     if top_p < 1:
         ordered, index = logprobs.sort(-1, descending=True)
         outside = ordered.exp().cumsum(-1) - ordered.exp() >= top_p  # mass of the better tokens reaches top_p
         logprobs = logprobs.masked_fill(outside.gather(-1, index.argsort(-1)), -math.inf)
-    # Gumbel-max: argmax(logp + Gumbel noise) is a draw from softmax(logp). torch.multinomial would stop a GPU to check.
-    return (logprobs - torch.empty_like(logprobs).exponential_().log()).argmax(-1)
+    # Inverse of the cumulative probabilities: the first token whose sum exceeds uniform * total. A token of probability
+    # 0 never does, because its sum is that of the token before; below the total, because the product may round to it.
+    cumulative = logprobs.exp().cumsum(-1)
+    total = cumulative[:, -1:]
+    wanted = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, wanted, right=True)[:, 0]
 
 
-# ---------------------------------------------------------------------------------------------------------- Advantages
+@memory_phase("sampling", "--rollouts-at-once")
+@torch.no_grad()
+def generate(policy, prompts, max_tokens, temperature=1.0, top_p=1.0, uniforms=None):
+    """The same as `sample` by transformers' own `generate`, slower: a prompt is prefilled for each of its rows.
+
+    Draws come from torch's random state, not from `uniforms`. Log-probabilities come from one pass of the learner.
+    """
+    ids, visible, positions = left_padded(prompts, policy.device)
+    drawing = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
+    tokens = policy.base.eval().generate(
+        ids, attention_mask=visible.long(), position_ids=positions, max_new_tokens=max_tokens, top_k=0, num_beams=1,
+        suppress_tokens=policy.forbidden_ids.tolist(), eos_token_id=policy.stop_ids.tolist(),
+        pad_token_id=policy.tokenizer.pad_token_id, **drawing,
+        **figure_inputs([prompt.figure for prompt in prompts]))[:, ids.shape[1]:]
+    rows = cut_completions(policy, prompts, tokens, *torch.zeros(2, *tokens.shape))
+    for micro in micro_batches(rows, TOKENS_PER_MICRO_BATCH):
+        results = completion_logprobs(policy, micro, temperature, with_entropies=True)
+        for row, logprobs, entropies in zip(micro, *(x.cpu() for x in results)):
+            row.logprobs, row.entropies = logprobs[:len(row.tokens)], entropies[:len(row.tokens)]
+    return rows
 
 
-def degenerate_groups(rewards):
+SAMPLERS = {"loop": sample, "generate": generate}
+
+
+def sample_in_waves(policy, prompts, config, temperature, uniforms):
+    """Draws a completion for each prompt, at most --rollouts-at-once together -> [Completion]."""
+    rows, at_once = [], config.rollouts_at_once or len(prompts)
+    for i in range(0, len(prompts), at_once):
+        rows += SAMPLERS[config.sampler](policy, prompts[i:i + at_once], config.max_tokens, temperature, config.top_p,
+                                         uniforms[i:i + at_once])
+    return rows
+
+
+# ----------------------------------------------------------------------------------------------------- Advantages
+#
+# A rule takes the rewards (B, G) of B groups and gives the advantages (B, G).
+
+
+def reward_minus_mean(rewards):
+    """What GRPO is (1): better than the group's mean is good."""
+    return rewards - rewards.mean(1, keepdim=True)
+
+
+def reward_minus_mean_over_std(rewards):
+    """As the paper has it: arXiv 2402.03300, section 4.1.2."""
+    return reward_minus_mean(rewards) / (rewards.std(1, keepdim=True) + 1e-8)
+
+
+ADVANTAGES = {"grpo": reward_minus_mean, "grpo_std": reward_minus_mean_over_std}  # add yours here
+
+
+def equal_rewards(rewards):
     """(B, G) -> (B,) bool: all rewards of the group are equal."""
     return (rewards == rewards[:, :1]).all(1)
 
 
-def group_advantages(rewards, normalize_std=False):
-    """(B, G) rewards -> (B, G) advantages: reward - group mean, and with `normalize_std` over the group's deviation.
+def group_advantages(rewards, rule="grpo"):
+    """(B, G) rewards -> (B, G) advantages by a rule of ADVANTAGES.
 
-    Exactly 0 for a group whose rewards are all equal, where rounding of the mean would leave noise, and dividing by a
-    deviation near 0 would blow it up. Formula: arXiv 2402.03300, section 4.1.2.
+    Exactly 0 for a group whose rewards are all equal (5): rounding of the mean would leave noise there, which dividing
+    by a deviation near 0 would blow up.
     """
-    advantages = rewards - rewards.mean(1, keepdim=True)
-    if normalize_std:
-        advantages = advantages / (rewards.std(1, keepdim=True) + 1e-8)
-    return advantages.masked_fill(degenerate_groups(rewards)[:, None], 0.0)
+    return ADVANTAGES[rule](rewards).masked_fill(equal_rewards(rewards)[:, None], 0.0)
 
 
-def overlong_penalty(lengths, max_tokens, cache):
-    """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13): 0 up to max_tokens - cache, then linearly to -1."""
+def overlong_penalty(lengths, max_tokens):
+    """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13), over the last quarter: 0 up to it, -1 at the limit."""
+    cache = max_tokens // 4
     return ((max_tokens - cache - lengths) / cache).clamp(-1.0, 0.0)
 
 
-# ---------------------------------------------------------------------------------------------------------- Losses
-#
-# A loss takes (n, T) logprobs, old_logprobs (the sampler's), advantages and mask, and its clip bounds as keyword
-# arguments, and gives a loss for each token (n, T); what it gives outside the mask is ignored.
-
-MAX_LOG_RATIO = 20.0  # log-ratios are clamped to +-20: squares of larger ratios overflow float32 in the gradient's norm
+# --------------------------------------------------------------------------------------------------------- Learner
 
 
-def log_ratio(logprobs, old_logprobs):
-    return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+def completion_logprobs(policy, rows, temperature, with_entropies=False):
+    """Log-probabilities (n, T) with gradients of completions of ONE prompt, under the policy as it is now.
 
-
-def importance_sampling(logprobs, old_logprobs, advantages, mask):
-    """-ratio A with ratio = exp(logp - old_logp): the article's loss, and REINFORCE's gradient at ratio 1."""
-    return -log_ratio(logprobs, old_logprobs).exp() * advantages
-
-
-def ppo(logprobs, old_logprobs, advantages, mask, low=0.2, high=0.2):
-    """-min(ratio A, clip(ratio, 1 - low, 1 + high) A) (Schulman et al. 2017, arXiv 1707.06347, eq. 7)."""
-    ratio = log_ratio(logprobs, old_logprobs).exp()
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
-
-
-def cispo(logprobs, old_logprobs, advantages, mask, low=0.0, high=4.0):
-    """-stop_gradient(clip(ratio, low, high)) A logp: clipped tokens keep a gradient (MiniMax-M1, arXiv 2506.13585)."""
-    ratio = log_ratio(logprobs, old_logprobs).exp()
-    return -ratio.clamp(low, high).detach() * advantages * logprobs
-
-
-def gspo(logprobs, old_logprobs, advantages, mask, low=3e-4, high=4e-4):
-    """-min(s A, clip(s, 1 - low, 1 + high) A), s the exp of the row's mean log-ratio (GSPO, arXiv 2507.18071)."""
-    s = sequence_ratio(logprobs, old_logprobs, mask)  # (n, 1)
-    return -torch.minimum(s * advantages, s.clamp(1 - low, 1 + high) * advantages)
-
-
-def sequence_ratio(logprobs, old_logprobs, mask):
-    """(n, T) -> (n, 1) geometric mean of a row's token ratios."""
-    mean = ((logprobs - old_logprobs) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
-    return mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
-LOSS_FNS = {"importance_sampling": importance_sampling, "ppo": ppo, "cispo": cispo, "gspo": gspo}  # add yours here
-
-
-@torch.no_grad()
-def loss_diagnostics(name, logprobs, old_logprobs, advantages, mask, low=None, high=None, **other_bounds):
-    """What a loss did to these rows -> metrics: ratios, approximate KL(old || new), and the share that was clipped.
-
-    k1 = -log ratio and k3 = ratio - 1 - log ratio both estimate the KL divergence without bias
-    (http://joschu.net/blog/kl-approx.html); k3 is never negative.
+    One forward pass: the prompt runs once, and the completions branch from it (support/branching.py). Vocabulary and
+    temperature are the sampler's. 0 behind a row's end. `with_entropies` also gives the entropies (n, T).
     """
-    log = log_ratio(logprobs, old_logprobs)
-    ratio, metrics = log.exp(), {}
-    metrics |= {"trainer/ratio_mean": ratio[mask].mean(), "trainer/ratio_min": ratio[mask].min(),
-                "trainer/ratio_max": ratio[mask].max(), "trainer/kl_k1": -log[mask].mean(),
-                "trainer/kl_k3": (ratio - 1 - log)[mask].mean()}
-    if name == "ppo":  # clipped: where the minimum took the constant
-        clipped_low, clipped_high = (ratio < 1 - low) & (advantages < 0), (ratio > 1 + high) & (advantages > 0)
-        key = "ppo/clip_fraction"
-    elif name == "cispo":
-        clipped_low, clipped_high, key = ratio < low, ratio > high, "cispo/clip_fraction"
-        metrics["cispo/ratio_mean"] = metrics["trainer/ratio_mean"]
-    elif name == "gspo":
-        s = sequence_ratio(logprobs, old_logprobs, mask)
-        clipped_low, clipped_high = (s < 1 - low) & (advantages < 0), (s > 1 + high) & (advantages > 0)
-        mask, key = mask & (mask.cumsum(1) == 1), "gspo/sequence_clip_fraction"  # one vote a row
-    else:
-        return {key: value.item() for key, value in metrics.items()}
-    low_share, high_share = clipped_low[mask].float().mean(), clipped_high[mask].float().mean()
-    metrics |= {key: low_share + high_share, f"{key}_low": low_share, f"{key}_high": high_share}
-    return {key: value.item() for key, value in metrics.items()}
-
-
-def loss_bounds(config):
-    """The keyword arguments of the chosen loss: its own defaults, but for what the command line sets."""
-    own = {name: p.default for name, p in inspect.signature(LOSS_FNS[config.loss_fn]).parameters.items()
-           if p.default is not inspect.Parameter.empty}
-    given = {"low": config.clip_low, "high": config.clip_high}
-    return own | {name: value for name, value in given.items() if name in own and value is not None}
-
-
-def loss_reduction(config):
-    if config.loss_reduction != "auto":
-        return config.loss_reduction
-    return "sequence" if config.loss_fn == "gspo" else "token"
-
-
-# Loss reductions: (n, T) mask of all rows of an update -> (n, T) weights; the update's loss is sum(weights * loss).
-# Rows that do not train, such as those of degenerate groups, are not among the n and count in no denominator.
-LOSS_REDUCTIONS = {
-    "token": lambda mask, max_tokens: mask / mask.sum(),  # one mean over all tokens (DAPO, eq. 12)
-    "sequence": lambda mask, max_tokens: mask / mask.sum(1, keepdim=True) / len(mask),  # GRPO: within rows, over rows
-    "constant": lambda mask, max_tokens: mask / (len(mask) * max_tokens),  # Dr. GRPO (arXiv 2503.20783)
-}
-
-
-# ---------------------------------------------------------------------------------------------------------- Learner
-
-
-def completion_logprobs(policy, prompts, rollouts, rows):
-    """(len(rows), T) log-probabilities with gradients of the rollouts `rows` (ints) under the policy as it is now.
-
-    One teacher-forced forward pass over prompt and completion, at `rollouts.temperature` and over the same allowed
-    vocabulary as the sampler. 0 beyond a row's length.
-    """
-    model, prompt_width = policy.base, prompts.input_ids.shape[1]
-    rows = torch.as_tensor(rows, device=policy.device)
-    which = rows // (len(rollouts.tokens) // len(prompts.ids))  # the prompt of each row
-    mask, tokens = rollouts.mask[rows], rollouts.tokens[rows]  # (n, T)
-    prompt_position = prompt_positions(model, prompts)[:, which]  # (3, n, P)
-    position = next_position(prompt_position)[:, None] + torch.arange(tokens.shape[1], device=policy.device)  # (n, T)
-    # A row is shifted left by its prompt's padding, which then comes last: causal attention needs no mask for it.
-    prompt_length = prompts.attention_mask[which].sum(-1, keepdim=True)  # (n, 1)
-    length = prompt_length + rollouts.lengths[rows][:, None]
-    column = torch.arange(int(length.max()), device=policy.device)  # (W,)
-    shifted = (column + prompt_width - prompt_length).clamp(max=prompt_width + tokens.shape[1] - 1)  # (n, W)
+    model, prompt, lengths = policy.base, rows[0].prompt, [len(row.tokens) for row in rows]
+    after = [torch.arange(n).expand(3, -1) + prompt.next_position for n in lengths]  # all start behind the prompt
     hidden = model.model(
-        input_ids=torch.cat([prompts.input_ids[which], tokens], 1).gather(1, shifted),
-        position_ids=torch.cat([prompt_position, position.expand(3, -1, -1)], 2).gather(2, shifted.expand(3, -1, -1)),
-        mm_encoder_outputs=select_figures(encode_figures(model, prompts), which.tolist()), use_cache=False)[0]
-    states = hidden[(column >= prompt_length - 1) & (column < length - 1)]  # (N, H): each predicts the next token
+        input_ids=torch.cat([prompt.ids, *(row.tokens for row in rows)])[None].to(policy.device),
+        position_ids=torch.cat([prompt.positions, *after], 1)[:, None].to(policy.device), use_cache=False,
+        branches=Branches(len(prompt.ids), tuple(lengths)), **figure_inputs([prompt.figure]))[0][0]  # (L, H)
+    # A token is predicted by the state before it: the first ones by the prompt's last state.
+    last, *own = hidden[len(prompt.ids) - 1:].split([1, *lengths])
+    states = torch.cat([part for states in own for part in (last, states[:-1])])  # (N, H)
+    tokens = torch.cat([row.tokens for row in rows]).to(policy.device)
     # Only a chunk of logits exists at a time: checkpoint drops it, and the backward pass makes it again.
-    logprobs = torch.cat([checkpoint(token_logprobs, model.get_output_embeddings(), some, targets,
-                                     policy.forbidden_ids, rollouts.temperature, use_reentrant=False)
-                          for some, targets in zip(states.split(LOGIT_CHUNK), tokens[mask].split(LOGIT_CHUNK))])
-    return logprobs.new_zeros(mask.shape).masked_scatter(mask, logprobs)
+    parts = [checkpoint(token_logprobs, model.get_output_embeddings(), *chunk, policy.forbidden_ids, temperature,
+                        with_entropies, use_reentrant=False)
+             for chunk in zip(states.split(LOGIT_CHUNK), tokens.split(LOGIT_CHUNK))]
+    results = [pad_sequence(torch.cat(column).split(lengths), batch_first=True) for column in zip(*parts)]
+    return results if with_entropies else results[0]
 
 
-def token_logprobs(head, hidden, tokens, forbidden_ids, temperature):
-    """(N, H) states and (N,) tokens -> (N,) log-probabilities of the tokens."""
-    return allowed_logprobs(head(hidden), forbidden_ids, temperature).gather(1, tokens[:, None])[:, 0]
+def token_logprobs(head, states, tokens, forbidden_ids, temperature, with_entropies):
+    """(N, H) states and (N,) tokens -> a tuple of the tokens' log-probabilities (N,), and where asked entropies (N,)."""
+    logprobs = allowed_logprobs(head(states), forbidden_ids, temperature)
+    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+    return (chosen, entropy_of(logprobs)) if with_entropies else (chosen,)
 
 
 @memory_phase("learning", "--tokens-per-micro-batch")
 @torch.no_grad()
-def frozen_logprobs(policy, prompts, rollouts, config, rows=None):
-    """(len(rows), T) log-probabilities of rollouts (all, or `rows`) without gradients: of a teacher, or of the base."""
+def frozen_logprobs(policy, rows, config):
+    """(T,) log-probabilities of each row without gradients: of a teacher, or of the base."""
     policy.base.eval()
-    rows = torch.arange(len(rollouts.tokens), device=policy.device) if rows is None else rows
-    found = torch.zeros_like(rollouts.logprobs)
-    for micro in micro_batches(prompts, rollouts, rows, config):
-        found[micro] = completion_logprobs(policy, prompts, rollouts, micro)
-    return found[rows]
+    found = {}
+    for micro in micro_batches(rows, config.tokens_per_micro_batch or TOKENS_PER_MICRO_BATCH):
+        logprobs = completion_logprobs(policy, micro, config.temperature).cpu()
+        found |= {row: own[:len(row.tokens)] for row, own in zip(micro, logprobs)}
+    return [found[row] for row in rows]
 
 
-def micro_batches(prompts, rollouts, rows, config):
-    """Cuts `rows` (n,) into micro-batches of at most `tokens_per_micro_batch` tokens, padding included, at least a row.
+def micro_batches(rows, budget):
+    """Cuts rows into lists for one forward pass each: completions of one prompt, which counts once, in `budget` tokens.
 
-    Rows of like length, prompt and completion, come together: they waste little padding.
+    Completions count as long as the longest, since recurrent layers pad them; so those of like length come together.
+    A row that is alone may be longer than the budget.
     """
-    budget, batches = config.tokens_per_micro_batch or TOKENS_PER_MICRO_BATCH, []
-    group_size = len(rollouts.tokens) // len(prompts.ids)
-    lengths = (prompts.attention_mask.sum(-1).repeat_interleave(group_size) + rollouts.lengths).tolist()
-    for row in sorted(rows.tolist(), key=lengths.__getitem__):
-        if batches and (len(batches[-1]) + 1) * lengths[row] <= budget:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-    return [torch.tensor(batch, device=rows.device) for batch in batches]
+    batches = []
+    for prompt, group in itertools.groupby(rows, key=lambda row: row.prompt):
+        batch = []
+        for row in sorted(group, key=lambda row: len(row.tokens)):
+            if batch and len(prompt.ids) + (len(batch) + 1) * len(row.tokens) > budget:
+                batches.append(batch)
+                batch = []
+            batch.append(row)
+        batches.append(batch)
+    return batches
 
 
 @memory_phase("learning", "--tokens-per-micro-batch")
-def accumulate_gradients(policy, prompts, rollouts, advantages, rows, config, base_logprobs=None):
-    """Adds the gradient of the reduced loss over `rows` to the adapter's -> (loss, (B*G, T) log-probabilities found).
+def accumulate_gradients(policy, micros, config):
+    """Adds the gradient of the reduced loss over all rows of the micro-batches to the adapter's.
 
-    `advantages` is (B*G, T), and so is `base_logprobs`, which the KL term needs. The denominators are fixed before the
+    -> (loss, the rows' log-probabilities [(T,)], clip_counts (3,) or None). The denominators are fixed before the
     micro-batches, so the way rows are cut into them changes nothing.
     """
     policy.base.train()  # activation checkpointing works in training mode only; nothing here has dropout
-    weights = torch.zeros_like(rollouts.logprobs)
-    weights[rows] = LOSS_REDUCTIONS[loss_reduction(config)](rollouts.mask[rows], rollouts.tokens.shape[1])
-    found, total = torch.zeros_like(rollouts.logprobs), 0.0
-    for micro in micro_batches(prompts, rollouts, rows, config):
-        mask = rollouts.mask[micro]
-        logprobs = completion_logprobs(policy, prompts, rollouts, micro)
-        per_token = LOSS_FNS[config.loss_fn](logprobs, rollouts.logprobs[micro], advantages[micro], mask,
-                                             **loss_bounds(config))
-        if per_token.shape != logprobs.shape:
-            raise UserError(f"--loss-fn {config.loss_fn} gives a loss of shape {tuple(per_token.shape)}; it must give "
-                            f"one for each token, {tuple(logprobs.shape)}")
-        if config.kl_coef:  # k3 estimate of KL(policy || base)
-            away = log_ratio(base_logprobs[micro], logprobs)
-            per_token = per_token + config.kl_coef * (away.exp() - 1 - away)
-        loss = (per_token * weights[micro])[mask].sum()
+    rows = [row for micro in micros for row in micro]
+    weights = LOSS_REDUCTIONS[reduction_of(config.loss_fn, config.loss_reduction)](  # (4)
+        rectangle(rows, "trained"), config.max_tokens)
+    total, logprobs, counts = 0.0, [], []
+    for micro, weight in zip(micros, weights.to(policy.device).split([len(micro) for micro in micros])):
+        current = completion_logprobs(policy, micro, config.temperature)  # (n, T)
+        loss, clipped = micro_batch_loss(micro, current, config)
+        loss = (loss * weight[:, :loss.shape[1]]).sum()
         loss.backward()
-        found[micro], total = logprobs.detach(), total + loss.item()
-    return total, found
+        total, counts = total + loss.detach(), counts + clipped
+        logprobs += [own[:len(row.tokens)] for row, own in zip(micro, current.detach())]
+    logprobs = torch.cat(logprobs).cpu().split([len(row.tokens) for row in rows])
+    return float(total), logprobs, sum(counts) if counts else None
 
 
-def update(policy, optimizer, prompts, rollouts, advantages, rows, config, base_logprobs=None):
-    """Learns from the rollouts `rows`: `updates_per_rollout` passes, each over shuffled minibatches. Gives metrics.
+def micro_batch_loss(micro, logprobs, config):
+    """-> the loss of each token (n, T), 0 on those that do not train, and [clip_counts], empty for a loss without."""
+    mask, old = (rectangle(micro, name, logprobs.device) for name in ("trained", "logprobs"))
+    advantages = pad_sequence([row.advantage + torch.zeros(len(row.tokens)) for row in micro], batch_first=True)
+    advantages = advantages.to(logprobs.device)
+    logprobs, old = (x.masked_fill(~mask, 0.0) for x in (logprobs, old))  # a tool's token may have any
+    loss, bites = token_losses(config.loss_fn, logprobs, old, advantages, mask, low=config.clip_low,
+                               high=config.clip_high)
+    if config.kl_coef:  # (3) k3 estimate of KL(policy || base)
+        log = log_ratio(rectangle(micro, "reference_logprobs", logprobs.device).masked_fill(~mask, 0.0), logprobs)
+        loss = loss + config.kl_coef * (log.exp() - 1 - log)
+    return loss.masked_fill(~mask, 0.0), [] if bites is None else [clip_counts(bites, advantages, mask)]
 
-    Means over the optimiser steps (of ratio_min and ratio_max the extremes), but for dlogp and *_first, which are of
-    the first: only there is the learner still the policy that sampled, so that what differs is rounding alone. Loss,
-    gradients and log-probabilities are checked before the optimiser is touched: NonFinite is raised, or with
-    `--on-nonfinite skip` the minibatch left out and counted.
+
+def update(policy, optimizer, rows, config):
+    """Learns from the rows that train: `updates_per_rollout` passes (2) over shuffled minibatches. Gives metrics.
+
+    A minibatch is a union of whole micro-batches, which are cut once. Metrics are means over the optimiser steps (of
+    ratio_min and ratio_max the extremes); dlogp and *_first come from the first step, where the learner is still the
+    sampling policy. Loss, gradients and log-probabilities are checked before the optimiser is touched: NonFinite is
+    raised, or with `--on-nonfinite skip` the minibatch left out and counted.
     """
     steps, nonfinite, dlogp = [], 0, None
-    for _ in range(config.updates_per_rollout if len(rows) else 0):
-        order = torch.randperm(len(rows)).to(rows.device) if config.minibatches > 1 else slice(None)
-        for minibatch in rows[order].tensor_split(min(config.minibatches, len(rows))):
-            loss, found = accumulate_gradients(policy, prompts, rollouts, advantages, minibatch, config, base_logprobs)
-            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm or math.inf).item()
-            mask, old = rollouts.mask[minibatch], rollouts.logprobs[minibatch]
-            if not (math.isfinite(loss + norm) and (found[minibatch] + old)[mask].isfinite().all()):
+    micros = micro_batches(rows, config.tokens_per_micro_batch or TOKENS_PER_MICRO_BATCH)
+    for _ in range(config.updates_per_rollout if micros else 0):
+        order = torch.randperm(len(micros)) if config.minibatches > 1 else torch.arange(len(micros))
+        for part in order.tensor_split(min(config.minibatches, len(micros))):
+            minibatch = [micros[i] for i in part.tolist()]
+            loss, logprobs, counts = accumulate_gradients(policy, minibatch, config)
+            norm = float(torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm or math.inf))
+            these = [row for micro in minibatch for row in micro]
+            mask, old, new = (torch.cat(parts) for parts in (
+                [row.trained for row in these], [row.logprobs for row in these], logprobs))
+            old, new = old[mask], new[mask]
+            if not (math.isfinite(loss + norm) and (new + old).isfinite().all()):
                 optimizer.zero_grad(set_to_none=True)
                 nonfinite += 1
                 if config.on_nonfinite == "skip":
                     continue
                 raise NonFinite(f"loss {loss}, gradient norm {norm}: stopped before the adapter was touched; "
-                                "--on-nonfinite skip leaves such a batch out", nonfinite_record(
-                                    prompts, rollouts, minibatch, advantages, found, loss, norm))
+                                "--on-nonfinite skip leaves such a batch out",
+                                nonfinite_record(these, logprobs, loss, norm))
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            if not steps:
-                dlogp = (found[minibatch] - old)[mask].abs()
-            steps.append({"trainer/loss_mean": loss, **loss_diagnostics(
-                config.loss_fn, found[minibatch], old, advantages[minibatch], mask, **loss_bounds(config)),
-                "trainer/grad_norm": norm})
+            dlogp = (new - old).abs() if dlogp is None else dlogp
+            steps.append({"trainer/loss_mean": loss, **ratio_metrics(new, old), **clip_metrics(counts),
+                          "trainer/grad_norm": norm})
     return update_metrics(steps, len(rows), nonfinite, dlogp)
 
 
-# ---------------------------------------------------------------------------------------------------------- Loop
+# ------------------------------------------------------------------------------------------------------------ Loop
 
 
 @dataclass
 class Batch:
-    """B questions with G graded completions each."""
+    """B questions with G judged completions each: those of question b are rows b*G to (b+1)*G - 1."""
 
     questions: list
-    prompts: Prompts
-    rollouts: Rollouts
-    texts: list[str]  # B*G
-    rewards: torch.Tensor  # (B, G), 1 for the right option
+    rows: list[Completion]
     sampling_seconds: float
-    token_changes: dict = field(default_factory=dict)  # row -> what `--log-token-changes` adds to its record
+    waves: int = 1  # times that dynamic sampling asked for questions
 
     @property
-    def degenerate(self):
-        """(B,) bool: groups without a signal."""
-        return degenerate_groups(self.rewards)
+    def group_size(self):
+        return len(self.rows) // len(self.questions)
+
+    @property
+    def rewards(self):
+        """(B, G)"""
+        return torch.tensor([row.reward for row in self.rows]).view(len(self.questions), -1)
 
 
-def draw_batch(policy, questions, config, progress=None):
-    """Questions -> Batch: encode, sample, grade."""
-    prompts = encode_prompts(policy.tokenizer, policy.image_processor, questions, config.max_image_tokens)
+def draw_batch(policy, draws, config, task):
+    """[(key, question)] -> Batch: encode, sample, read, reward."""
+    questions = [question for _, question in draws]
+    prompts = encode_prompts(policy, questions, task, config.max_image_tokens)
     started = time.perf_counter()
-    rollouts = sample(policy, prompts.to(policy.device), config.group_size, config.max_tokens, config.temperature,
-                      rollouts_at_once=config.rollouts_at_once, progress=progress)
-    texts = completion_texts(policy, rollouts)
-    seconds = time.perf_counter() - started
-    labels = [question.label for question in questions for _ in range(config.group_size)]
-    rewards = torch.tensor([grade(text, label) for text, label in zip(texts, labels)]).view(len(questions), -1)
-    return Batch(questions, prompts, rollouts, texts, rewards, seconds)
+    rows = sample_in_waves(policy, [prompt for prompt in prompts for _ in range(config.group_size)], config,
+                           config.temperature, uniform_numbers([key for key, _ in draws], config.group_size,
+                                                               config.max_tokens))
+    seconds, weights = time.perf_counter() - started, reward_weights(config.reward, task.rewards)
+    for row in rows:
+        read(policy, row, task)
+        reward_completion(row, task.rewards, weights)
+    return Batch(questions, rows, seconds)
 
 
-def draw_informative_batch(policy, take, config, progress=None):
-    """Dynamic sampling (DAPO, section 3.2): waves of questions until `batch_size` groups are informative, which means
-    that their rewards are not all equal, or `max_candidate_multiplier` times as many were drawn.
+def read(policy, row, task):
+    """Sets the row's text, without the stop token, and its reading."""
+    row.text = policy.tokenizer.decode(row.tokens, skip_special_tokens=True)
+    row.reading = task.read(row.text, row.prompt.question)
 
-    Each wave asks only for what is missing. Gives all the candidates as one Batch, and the number of waves.
+
+def draw_informative_batch(policy, order, config, task):
+    """Dynamic sampling (DAPO, section 3.2): questions are drawn until `batch_size` groups have unequal rewards, or
+    MOST_CANDIDATES times as many were drawn. Each wave asks only for what is missing -> all the candidates as a Batch.
     """
-    waves, missing, left = [], config.batch_size, config.batch_size * config.max_candidate_multiplier
+    waves, missing, left = [], config.batch_size, config.batch_size * MOST_CANDIDATES
     while missing and left:
-        waves.append(draw_batch(policy, take(min(missing, left)), config, progress))
+        waves.append(draw_batch(policy, order.take(min(missing, left)), config, task))
         left -= len(waves[-1].questions)
-        missing -= int((~waves[-1].degenerate).sum())
-    return Batch([q for wave in waves for q in wave.questions], join_prompts([wave.prompts for wave in waves]),
-                 join_rollouts([wave.rollouts for wave in waves]), [text for wave in waves for text in wave.texts],
-                 torch.cat([wave.rewards for wave in waves]), sum(wave.sampling_seconds for wave in waves)), len(waves)
+        missing -= int((~equal_rewards(waves[-1].rewards)).sum())
+    return Batch([question for wave in waves for question in wave.questions], [row for wave in waves for row in wave.rows],
+                 sum(wave.sampling_seconds for wave in waves), len(waves))
 
 
-def distillation_advantages(policy, teacher, batch, config):
-    """(B*G, T) advantages coef * (teacher logp - student's sampled logp), and their metric: no reward is needed.
-
-    opsd: the teacher is the base policy that also reads the worked solution; opd: it is another model.
-    """
-    prompts = encode_prompts(teacher.tokenizer, teacher.image_processor, batch.questions, config.max_image_tokens,
-                             with_solution=config.advantage == "opsd").to(policy.device)
-    with policy.model.disable_adapter() if teacher is policy else contextlib.nullcontext():
-        logprobs = frozen_logprobs(teacher, prompts, batch.rollouts, config)
-    advantages = config.distill_coef * (logprobs - batch.rollouts.logprobs)
-    return advantages, {"opd/reverse_kl_mean": (batch.rollouts.logprobs - logprobs)[batch.rollouts.mask].mean().item()}
-
-
-def batch_advantages(policy, teacher, batch, config):
-    """-> (B*G, T) advantages, (B, G) rewards with the length penalty, and metrics of a distillation."""
-    rewards, rollouts = batch.rewards, batch.rollouts
-    if config.advantage != "reward":
-        advantages, metrics = distillation_advantages(policy, teacher, batch, config)
-        return advantages, rewards, metrics
+def set_advantages(batch, config):
+    """Sets each row's advantage; gives the rewards with the length penalty, (B, G)."""
+    rewards = batch.rewards
     if config.overlong_penalty:
-        cache = config.overlong_cache or config.max_tokens // 4
-        rewards = rewards + overlong_penalty(rollouts.lengths.cpu(), config.max_tokens, cache).view_as(rewards)
-    advantages = group_advantages(rewards, config.normalize_std)  # (B, G)
-    advantages = advantages.masked_fill(batch.degenerate[:, None], 0.0)  # only lengths differ: no signal
-    return advantages.to(policy.device).reshape(-1, 1).expand_as(rollouts.logprobs), rewards, {}
+        lengths = torch.tensor([row.length for row in batch.rows]).view_as(rewards)
+        rewards = rewards + overlong_penalty(lengths, config.max_tokens)
+    advantages = group_advantages(rewards, config.advantage)
+    advantages = advantages.masked_fill(equal_rewards(batch.rewards)[:, None], 0.0)  # only lengths differ: no signal
+    for row, advantage in zip(batch.rows, advantages.flatten().tolist()):
+        row.advantage = advantage
+    return rewards
 
 
 def training_rows(batch, config):
-    """The rows that have a gradient: those of groups with unequal rewards; with a KL term or a teacher, all."""
-    trains = torch.ones_like(batch.rollouts.finished)
-    if config.advantage == "reward" and not config.kl_coef:
-        informative = ~batch.degenerate.to(trains.device)
-        trains &= informative.repeat_interleave(config.group_size)
-    if config.mask_truncated:
-        trains &= batch.rollouts.finished
-    return trains.nonzero()[:, 0]
+    """The rows that have a gradient: a group is skipped when all its advantages are 0 (5); with a KL term none is."""
+    groups = [list(rows) for _, rows in itertools.groupby(batch.rows, key=lambda row: row.prompt)]
+    groups = [rows for rows in groups if config.kl_coef or any(torch.as_tensor(r.advantage).any() for r in rows)]
+    return [row for rows in groups for row in rows if row.length and (row.finished or not config.mask_truncated)]
 
 
-def train_step(policy, optimizer, take, config, teacher=None, progress=None):
-    """Sample, reward, compare, update, once. `take(n)` gives the next n questions. Gives metrics, Batch, advantages."""
-    started, joules = time.perf_counter(), gpu_joules(policy.device)
+def train_step(policy, optimizer, order, config, task=GEOQA, teacher=None):
+    """Sample, reward, compare, update, once -> (metrics, Batch).
+
+    `teacher(batch)` sets each row's advantage, (T,), in place of the comparison, and gives metrics.
+    """
+    clock = StepClock(policy.device)
     if config.dynamic_sampling:
-        batch, waves = draw_informative_batch(policy, take, config, progress)
+        batch = draw_informative_batch(policy, order, config, task)
     else:
-        batch, waves = draw_batch(policy, take(config.batch_size), config, progress), 1
-    sampled, sampled_joules = time.perf_counter(), gpu_joules(policy.device)
-    advantages, shaped, extra = batch_advantages(policy, teacher, batch, config)
-    base_logprobs = None
+        batch = draw_batch(policy, order.take(config.batch_size), config, task)
+    clock.sampled()
+    shaped = set_advantages(batch, config)
+    extra = teacher(batch) if teacher else {}
     if config.kl_coef:
-        with policy.model.disable_adapter():
-            base_logprobs = frozen_logprobs(policy, batch.prompts, batch.rollouts, config)
-        extra["trainer/base_kl_k1"] = (batch.rollouts.logprobs - base_logprobs)[batch.rollouts.mask].mean().item()
-    learned = update(policy, optimizer, batch.prompts, batch.rollouts, advantages, training_rows(batch, config), config,
-                     base_logprobs)
-    ended, energy = time.perf_counter(), step_energy(joules, sampled_joules, gpu_joules(policy.device))
-    if config.log_token_changes:
-        batch.token_changes = token_changes(policy, batch, config)
-    seconds = {"time/sampling": batch.sampling_seconds, "time/learning": ended - sampled,
-               "time/rest": time.perf_counter() - ended + sampled - started - batch.sampling_seconds}
-    return batch_metrics(batch, shaped, waves) | extra | learned | seconds | energy, batch, advantages
+        extra |= compare_with_base(policy, batch.rows, config)
+    learned = update(policy, optimizer, training_rows(batch, config), config)
+    clock.learned()
+    return batch_metrics(batch, shaped) | extra | learned | clock.metrics(), batch
 
 
-def token_changes(policy, batch, config):
-    """row -> its tokens' log-probabilities after the update minus before: `log_token_changes` groups, unequal first."""
-    groups = batch.degenerate.int().argsort(stable=True)[:config.log_token_changes]
-    rows = torch.arange(len(batch.texts)).view(batch.rewards.shape)[groups].flatten()
-    rollouts, found = batch.rollouts, {}
-    after = frozen_logprobs(policy, batch.prompts, rollouts, config, rows.to(policy.device))
-    changes = (after - rollouts.logprobs[rows]).tolist()
-    for row, change, tokens, length in zip(rows.tolist(), changes, rollouts.tokens[rows].tolist(),
-                                           rollouts.lengths[rows].tolist()):
-        found[row] = {"token_changes": [round(value, 4) for value in change[:length]],
-                      "token_texts": token_texts(policy.tokenizer, tokens[:length])}
-    return found
+def compare_with_base(policy, rows, config):
+    """Sets each row's reference_logprobs, those of the policy with its adapter off; gives the KL estimate k1."""
+    with policy.model.disable_adapter():
+        reference = frozen_logprobs(policy, rows, config)
+    for row, logprobs in zip(rows, reference):
+        row.reference_logprobs = logprobs
+    differences = torch.cat([(row.logprobs - row.reference_logprobs)[row.trained] for row in rows])
+    return {"trainer/base_kl_k1": differences.mean().item()}
 
 
-def completion_texts(policy, rollouts):
-    """The completions as text, without the stop token and what follows."""
-    return [policy.tokenizer.decode(row[:length], skip_special_tokens=True)
-            for row, length in zip(rollouts.tokens.tolist(), rollouts.lengths.tolist())]
+def train(config, task=GEOQA, load_teacher=None):
+    """Trains as `config` says and gives the run directory's path. Raises UserError for anything the user can fix.
 
-
-def train(config):
-    """Trains as `config` says and gives the run directory's path. Raises UserError for what a user can mend."""
-    config = with_preset(config)
-    run, policy, teacher, train_questions, test_questions = prepare(config, with_train=True)
+    `load_teacher(policy, config)` gives the `teacher` of train_step.
+    """
+    run, policy, questions = prepare(config, task, with_train=True)
+    config = run.config
+    teacher = load_teacher(policy, config) if load_teacher else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     with run:  # what ends it early leaves the last complete step as a checkpoint
         start = "adapter" if config.adapter else "base"
-        before = evaluate_policy(policy, test_questions, config, run, start) if config.evaluate else None
-        torch.manual_seed(config.seed)  # the draws do not depend on whether an evaluation ran
-        done, drawn = run.restore(policy, optimizer)  # 0, 0 but for --resume
-        order = (train_questions[i % len(train_questions)] for i in itertools.count(drawn))
-
-        def take(count):
-            return list(itertools.islice(order, count))
-
-        with tqdm(total=config.steps, initial=done, desc="steps", disable=None) as bar:
-            for step in range(done + 1, config.steps + 1):
-                with sampling_bar(config) as progress:
-                    metrics, batch, advantages = train_step(policy, optimizer, take, config, teacher, progress)
-                run.save_step(step, metrics, batch, advantages)
-                if step == config.steps or (config.save_every and step % config.save_every == 0):
-                    run.checkpoint()
-                    write_report(run.path)
-                bar.update()
+        before = evaluate_policy(policy, questions["test"], run, task, start) if config.evaluate else None
+        torch.manual_seed(config.seed)  # what is drawn from torch does not depend on whether an evaluation ran
+        done, drawn = run.restore(policy, optimizer)  # 0, 0 except with --resume
+        order = Order(questions["train"], config.seed, drawn)
+        for order.step in tqdm(range(done + 1, config.steps + 1), "steps", config.steps, initial=done, disable=None):
+            metrics, batch = train_step(policy, optimizer, order, config, task, teacher)
+            run.save_step(order.step, metrics, batch)
+            if order.step == config.steps or (config.save_every and order.step % config.save_every == 0):
+                run.checkpoint()
+                write_report(run.path)
         end = f"step-{config.steps}"
-        after = evaluate_policy(policy, test_questions, config, run, end) if config.evaluate else None
+        after = evaluate_policy(policy, questions["test"], run, task, end) if config.evaluate else None
         run.finish(before, after)
     write_report(run.path)
     return run.path
 
 
-def load_teacher(policy, config):
-    """The teacher of a distillation: None, the policy itself with its adapter off, or another model."""
-    if config.advantage != "opd":
-        return policy if config.advantage == "opsd" else None
-    teacher = load_frozen(config.teacher_model, "", config)
-    if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
-        raise UserError(f"--teacher-model {config.teacher_model} has another tokenizer than {config.base_model}")
-    return teacher
-
-
-def prepare(config, with_train):
-    """What both train and evaluate need -> (run directory, policy, teacher, training questions, test questions).
-
-    What is not needed is None.
-    The cheap checks come first: a wrong flag or data set is told before gigabytes of weights are fetched.
-    """
-    check_config(config, LOSS_FNS)
-    pick_device(config.device)
-    path = free_run_path(config)
-    train_questions = test_questions = None
-    if with_train:
-        train_questions = load_geoqa(config.dataset, "train", seed=config.seed, max_samples=config.max_samples,
-                                     revision=config.dataset_revision)
-        if config.advantage == "opsd":
-            check_solutions(train_questions)
-    if config.evaluate or not with_train:
-        test_questions = load_geoqa(config.dataset, config.eval_split, test_size=config.test_size,
-                                    revision=config.dataset_revision)
-    policy = load_policy(config)
-    teacher = load_teacher(policy, config) if with_train else None
-    context = policy.base.config.text_config.max_position_embeddings
-    if config.max_tokens >= context:
-        raise UserError(f"--max-tokens {config.max_tokens} exceeds the model's context of {context}")
-    config.lora_rank = policy.model.peft_config["default"].r  # with --adapter it is the adapter's
-    if policy.device.type == "cuda":
-        fit_memory(sys.modules[__name__], policy, train_questions or test_questions, config)
-    run = RunDir(path, config, policy.revision, (train_questions or test_questions).revision)
-    for questions in (train_questions, test_questions):
-        run.tell(questions.notes if questions else [])
-    if with_train and config.batch_size > len(train_questions):
-        run.tell([f"{len(train_questions)} training questions are fewer than --batch-size: a step repeats some"])
-    return run, policy, teacher, train_questions, test_questions
-
-
-def evaluate_policy(policy, questions, config, run, name):
-    """Answers `questions` (greedy by default), writes `eval-NAME.json` and gives its rows, one dict a question."""
-    if records := run.read_json(f"eval-{name}.json"):
-        return records  # made before the run was interrupted
-    torch.manual_seed(config.seed)
-    records, meter = [], Meter(policy.device)
-    with tqdm(total=len(questions), desc=f"evaluating {name}", disable=None) as bar:
-        for first in range(0, len(questions), config.eval_batch_size):
-            batch = [questions[i] for i in range(first, min(first + config.eval_batch_size, len(questions)))]
-            prompts = encode_prompts(policy.tokenizer, policy.image_processor, batch, config.max_image_tokens)
-            run.tell(prompts.downsized)
-            with sampling_bar(config) as progress:
-                rollouts = sample(policy, prompts.to(policy.device), 1, config.max_tokens, config.eval_temperature,
-                                  config.top_p, config.rollouts_at_once, progress)
-            records += run.evaluation_records(batch, completion_texts(policy, rollouts), rollouts)
-            bar.update(len(batch))
-    run.save_evaluation(name, records, meter.evaluation())
-    return records
-
-
-def sampling_bar(config):
-    """The bar inside a step: tokens so far, rows unfinished. `disable=None` keeps it quiet without a terminal."""
-    return tqdm(total=config.max_tokens, desc="sampling", unit="token", leave=False, disable=None)
-
-
-def evaluate(config):
+def evaluate(config, task=GEOQA):
     """Evaluates the base policy, or the one with `--adapter`; gives the summary that `results.json` holds."""
-    config = dataclasses.replace(config)  # prepare completes it
-    run, policy, _, _, questions = prepare(config, with_train=False)
-    records = evaluate_policy(policy, questions, config, run, "adapter" if config.adapter else "base")
+    run, policy, questions = prepare(config, task, with_train=False)
+    records = evaluate_policy(policy, questions["test"], run, task, "adapter" if config.adapter else "base")
     results = run.finish(None, records) if config.adapter else run.finish(records, None)
+    run.close()
     write_report(run.path)
     return results
 
 
-def main(config):
+def prepare(config, task, with_train):
+    """-> (run directory, whose config is complete; policy; questions by split, "train" and "test").
+
+    The cheap checks come first: a wrong flag or data set ends the run before gigabytes of weights are fetched.
+    """
+    config = with_preset(config)
+    check_config(config, task.rewards)
+    pick_device(config.device)
+    path = free_run_path(config)
+    questions = {"train": task.load(config, "train")} if with_train else {}
+    if config.evaluate or not with_train:
+        questions["test"] = task.load(config, config.eval_split)
+    policy = load_policy(config)
+    config = dataclasses.replace(config, lora_rank=policy.model.peft_config["default"].r)  # --adapter has its own
+    asked = questions.get("train") or questions["test"]
+    if policy.device.type == "cuda":
+        config = fit_memory(ALGORITHM, policy, task, asked, config)
+    run = RunDir(path, config, {"model": policy.revision, "dataset": asked.revision})
+    for each in questions.values():
+        run.tell(each.notes)
+    if with_train and config.batch_size > len(questions["train"]):
+        run.tell([f"{len(questions['train'])} training questions are fewer than --batch-size: a step repeats some"])
+    return run, policy, questions
+
+
+def evaluate_policy(policy, questions, run, task, name):
+    """Answers `questions` (greedy by default), writes `eval-NAME.json` and gives its rows, one dict a question."""
+    config = run.config
+    if records := run.evaluation(name):
+        return records  # made before the run was interrupted
+    records, meter = [], Meter(policy.device)
+    with tqdm(total=len(questions), desc=f"evaluating {name}", disable=None) as bar:
+        for first in range(0, len(questions), config.eval_batch_size):
+            places = range(first, min(first + config.eval_batch_size, len(questions)))
+            prompts = encode_prompts(policy, [questions[i] for i in places], task, config.max_image_tokens)
+            rows = sample_in_waves(policy, prompts, config, config.eval_temperature, uniform_numbers(
+                [(config.seed, 0, i) for i in places], 1, config.max_tokens))
+            for row in rows:
+                read(policy, row, task)
+            records += run.evaluation_records(rows)
+            bar.update(len(rows))
+    run.save_evaluation(name, records, meter.evaluation())
+    return records
+
+
+def main(config, task=GEOQA, load_teacher=None):
     if config.plan:
         config = with_preset(config)
-        check_config(config, LOSS_FNS)
-        return print(plan_text(sys.modules[__name__], config))
-    return evaluate(config) if config.eval_only else train(config)
+        check_config(config, task.rewards)
+        return print(plan_text(ALGORITHM, config))
+    return evaluate(config, task) if config.eval_only else train(config, task, load_teacher)
 
+
+ALGORITHM = Algorithm(prefill, draw_tokens, token_logprobs, accumulate_gradients, encode_prompts, Completion, LOGIT_CHUNK,
+                      PREFILL_TOKENS)  # what the memory plan runs
 
 if __name__ == "__main__":
     run_command_line(Config, main)

@@ -5,12 +5,16 @@ what is asked. The lenient one only measures, in evaluation, how much of a failu
 Both take time linear in the text, whatever it holds: a policy in training writes anything.
 """
 
+import math
 import re
+from dataclasses import dataclass
+
+from support.errors import UserError, describe
 
 # The greedy `.*` makes the search begin at the end of the text, so the first match is the last box.
-LAST_LETTER_BOX = re.compile(r".*\\boxed\{\s*([A-Da-d])\s*\}", re.DOTALL)
+LAST_LETTER_BOX = re.compile(r".*\\boxed\s*\{\s*([A-Da-d])\s*\}", re.DOTALL)
 LAST_BOX = re.compile(r"(.*)\\boxed\s*[{｛]", re.DOTALL)
-LETTER_BOX = re.compile(r"\\boxed\{\s*([A-Da-d])\s*\}")
+LETTER_BOX = re.compile(r"\\boxed\s*\{\s*([A-Da-d])\s*\}")
 
 # Full-width forms are ASCII shifted by 0xFEE0; U+3000 is the full-width space.
 TO_ASCII = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3000: " "}
@@ -24,6 +28,16 @@ LABELLED = re.compile(r"""\s* (?: [(\[【] \s* ([A-Da-d]) \s* [)\]】]
 # `(A) = 5` and `(A)^2` are formulas; a further letter on its own makes it `A or C`.
 NOT_A_VALUE = re.compile(r"[=^_+*/<>]|.*(?<![A-Za-z])[A-Da-d](?![A-Za-z])", re.DOTALL)
 LONGEST_BODY = 400  # characters; longer boxes hold no option, and this bounds the work of the lenient reading
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What an answer says. The lenient choice is only measured."""
+
+    choice: object  # None: no answer found
+    right: bool
+    lenient_choice: object = None
+    lenient_right: bool = False
 
 
 def extract_choice(text, lenient=False):
@@ -59,15 +73,28 @@ def extract_choice(text, lenient=False):
     return letter.upper()
 
 
-def grade(text, label):
-    r"""Reward a completion: 1.0 if its strict choice is `label` ("A".."D"), else 0.0. ValueError for another label.
+def read_choice(text, question):
+    """A completion's text and its question -> Reading: both readings of the option that it chose."""
+    choice, lenient = extract_choice(text), extract_choice(text, lenient=True)
+    return Reading(choice, choice == question.label, lenient, lenient == question.label)
 
-    >>> grade(r"\boxed{A}", "A"), grade(r"\boxed{A}", "B"), grade("A", "A")
-    (1.0, 0.0, 0.0)
+
+def reward_completion(completion, rewards, weights):
+    """Sets `completion.rewards`, name -> raw number for each of `weights`, and `.reward`, their weighted sum.
+
+    `rewards`: name -> f(completion, question) -> number. Raises UserError, which names reward and question, where one
+    fails or gives no finite number.
     """
-    if label not in ("A", "B", "C", "D"):
-        raise ValueError(f"label {label!r} is not one of A, B, C, D")
-    return 1.0 if extract_choice(text) == label else 0.0
+    question = completion.prompt.question
+    for name in weights:
+        try:
+            completion.rewards[name] = float(rewards[name](completion, question))
+        except Exception as error:  # it may be a user's own
+            raise UserError(f"the reward {name} fails for question {question.id}: {type(error).__name__}: "
+                            f"{describe(error)}") from error
+        if not math.isfinite(completion.rewards[name]):
+            raise UserError(f"the reward {name} of question {question.id} is {completion.rewards[name]}")
+    completion.reward = sum(weight * completion.rewards[name] for name, weight in weights.items())
 
 
 def _balanced(text):

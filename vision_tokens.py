@@ -1,4 +1,4 @@
-"""Figures -> RGB on white, visual token counts, padded prompt batches, visual features.
+"""Text and figure -> prompt: RGB on white, visual token counts, visual features, rotary positions.
 
 A prompt holds one `<|image_pad|>` for each feature that the vision tower returns for its figure. Three numbers must
 agree for every figure: the count from the image processor's formula, the placeholders in the prompt, and the features.
@@ -8,17 +8,14 @@ Only the tokenizer and the image processor are used: `AutoProcessor` would need 
 """
 
 import functools
-import itertools
 import json
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from PIL import Image, ImageOps
 
-from geoqa import format_question
 from support.errors import UserError
 
 IMAGE_TOKEN = "<|image_pad|>"  # the same string in the Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 families
@@ -26,26 +23,16 @@ PATCHES_AT_ONCE = 16384  # of figures that go through the vision tower together
 TEXT_SLOT = "\ue000"  # private-use character: marks where the question goes in the rendered chat template
 
 
-@dataclass
-class Prompts:
-    """B left-padded prompts, each with one figure."""
+@dataclass(eq=False)
+class Encoded:
+    """A prompt before the vision tower has run, on the CPU."""
 
-    input_ids: torch.Tensor  # (B, P)
-    attention_mask: torch.Tensor  # (B, P), 0 on the padding at the left
-    pixel_values: torch.Tensor  # (patches of all figures, patch dim), on the CPU
-    image_grid_thw: torch.Tensor  # (B, 3) patches in time, height, width
-    mm_token_type_ids: torch.Tensor  # (B, P), 1 on image placeholders
-    ids: list  # the questions' row ids, for messages
-    image_tokens: list[int]  # visual tokens of each figure by the formula
-    downsized: list[str] = field(default_factory=list)  # one line for each figure above max_image_tokens
-    features: object = None  # what encode_figures gave, kept so that the tower runs once
-    position_ids: torch.Tensor | None = None  # (3, B, P), what prompt_positions gave
-
-    def to(self, device):
-        """Moves what encode_prompts made; returns self. But for the pixels: encode_figures needs them once, in parts."""
-        for name in ("input_ids", "attention_mask", "image_grid_thw", "mm_token_type_ids"):
-            setattr(self, name, getattr(self, name).to(device))
-        return self
+    name: str  # the question, for messages
+    ids: list[int]  # one placeholder for each visual token
+    pixels: torch.Tensor | None = None  # (patches, patch width); None: a question without a figure
+    grid: torch.Tensor | None = None  # (1, 3) patches in time, height, width
+    visual_tokens: int = 0  # by the image processor's formula
+    note: str = ""  # says that the figure was downsized
 
 
 def on_white(image):
@@ -94,83 +81,49 @@ def _pixel_limits(image_processor, max_image_tokens):
     return {"min_pixels": min(low, high), "max_pixels": high}
 
 
-def encode_prompts(tokenizer, image_processor, questions, max_image_tokens=1024, with_solution=False):
-    """Questions -> `Prompts` on the CPU: one user turn each, text first, then the figure, thinking switched off.
+def encode(tokenizer, image_processor, text, image, max_image_tokens=1024, name="the question"):
+    """One user turn, text first, then the figure, thinking switched off -> `Encoded`, on the CPU.
 
-    `with_solution` is for a teacher: the worked solution stands in the prompt. Figures above `max_image_tokens` visual
-    tokens (0: no limit) are downsized and named in `downsized`. Raises UserError where the chat template does not place
-    one text and one figure.
+    A figure above `max_image_tokens` visual tokens (0: no limit) is downsized. Raises UserError where the chat template
+    does not place one text and one figure, or where the text would become one of the tokenizer's added tokens.
     """
-    rows, patches, grids, counts, downsized = [], [], [], [], []
-    image_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
-    for question in questions:
-        image = on_white(question.image)
-        count = vision_token_count(image_processor, image, max_image_tokens)
-        full = vision_token_count(image_processor, image)
-        if full > count:
-            downsized.append(f"the figure of question {question.id} ({image.width}x{image.height} pixels) is "
-                             f"downsized from {full:,} to {count:,} visual tokens (--max-image-tokens)")
-        limits = _pixel_limits(image_processor, max_image_tokens)
-        pixels = image_processor(images=[image], return_tensors="pt",
-                                 size={"shortest_edge": limits["min_pixels"], "longest_edge": limits["max_pixels"]})
-        head, tail = template_ids(tokenizer)
-        place = tail.index(image_id)
-        text = _plain_text_ids(tokenizer, format_question(question, with_solution), question.id)
-        rows.append(head + text + tail[:place] + [image_id] * count + tail[place + 1:])
-        patches.append(pixels["pixel_values"])
-        grids.append(pixels["image_grid_thw"])
-        counts.append(count)
-
-    input_ids = left_padded([torch.tensor(row) for row in rows], tokenizer.pad_token_id)
-    attention_mask = left_padded([torch.ones(len(row), dtype=torch.long) for row in rows], 0)
-    return Prompts(input_ids, attention_mask, torch.cat(patches), torch.cat(grids), (input_ids == image_id).int(),
-                   [question.id for question in questions], counts, downsized)
+    head, tail = template_ids(tokenizer, with_figure=image is not None)
+    ids = head + _plain_text_ids(tokenizer, text, name) + tail
+    if image is None:
+        return Encoded(name, ids)
+    image = on_white(image)
+    count, full = (vision_token_count(image_processor, image, limit) for limit in (max_image_tokens, 0))
+    limits = _pixel_limits(image_processor, max_image_tokens)
+    pixels = image_processor(images=[image], return_tensors="pt",
+                             size={"shortest_edge": limits["min_pixels"], "longest_edge": limits["max_pixels"]})
+    place = len(ids) - len(tail) + tail.index(tokenizer.convert_tokens_to_ids(IMAGE_TOKEN))
+    note = (f"the figure of {name} ({image.width}x{image.height} pixels) is downsized from {full:,} to {count:,} visual "
+            "tokens (--max-image-tokens)") if full > count else ""
+    return Encoded(name, ids[:place] + [ids[place]] * count + ids[place + 1:], pixels["pixel_values"],
+                   pixels["image_grid_thw"], count, note)
 
 
-def left_padded(rows, value):
-    """Tensors (..., P_i) -> one (rows, ..., max P_i), padded at the left with `value`."""
-    width = max(row.shape[-1] for row in rows)
-    return torch.stack([F.pad(row, (width - row.shape[-1], 0), value=value) for row in rows])
-
-
-def join_prompts(waves):
-    """Several sampled Prompts -> one, features and positions with them, so that no figure is encoded again."""
-    def rows(name, dim=0):
-        return [row for wave in waves for row in getattr(wave, name).unbind(dim)]
-
-    def flat(name):
-        return [item for wave in waves for item in getattr(wave, name)]
-
-    if len(waves) == 1:
-        return waves[0]
-    features = join_features([wave.features for wave in waves])
-    return Prompts(left_padded(rows("input_ids"), 0), left_padded(rows("attention_mask"), 0),
-                   torch.cat([wave.pixel_values for wave in waves]), torch.cat([wave.image_grid_thw for wave in waves]),
-                   left_padded(rows("mm_token_type_ids"), 0), flat("ids"), flat("image_tokens"), flat("downsized"),
-                   features, left_padded(rows("position_ids", 1), 0).transpose(0, 1))
-
-
-@functools.lru_cache(maxsize=4)
-def template_ids(tokenizer):
-    """Token ids of the chat template before and behind the question's text; the figure is in the second part."""
+@functools.lru_cache(maxsize=8)
+def template_ids(tokenizer, with_figure=True):
+    """Token ids of the chat template before and behind the text of a user turn; the figure is in the second part."""
     if not tokenizer.chat_template:
         raise UserError(f"the tokenizer of {tokenizer.name_or_path} has no chat template: take an instruction-tuned "
                         "model")
-    content = [{"type": "text", "text": TEXT_SLOT}, {"type": "image"}]
+    content = [{"type": "text", "text": TEXT_SLOT}] + [{"type": "image"}] * with_figure
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False,
                                              add_generation_prompt=True, enable_thinking=False)
-    if rendered.count(TEXT_SLOT) != 1 or rendered.partition(TEXT_SLOT)[2].count(IMAGE_TOKEN) != 1:
+    head, _, tail = rendered.partition(TEXT_SLOT)
+    if rendered.count(TEXT_SLOT) != 1 or tail.count(IMAGE_TOKEN) != with_figure or IMAGE_TOKEN in head:
         raise UserError(f"the chat template of {tokenizer.name_or_path} does not place one text followed by one "
                         f"{IMAGE_TOKEN}: take a Qwen vision-language model")
-    head, _, tail = rendered.partition(TEXT_SLOT)
     return [tokenizer(part, add_special_tokens=False).input_ids for part in (head, tail)]
 
 
-def _plain_text_ids(tokenizer, text, row_id):
+def _plain_text_ids(tokenizer, text, name):
     """Ids of `text` in which nothing is an added token, even where it spells one, such as `<|im_end|>` or `<think>`."""
     ids = _without_added_tokens(tokenizer).encode(text, add_special_tokens=False).ids
     if added := set(ids) & set(tokenizer.added_tokens_decoder):
-        raise UserError(f"question {row_id}: its text would become the token "
+        raise UserError(f"{name}: its text would become the token "
                         f"{tokenizer.convert_ids_to_tokens(added.pop())!r}; change the text or leave the row out")
     return ids
 
@@ -186,59 +139,66 @@ def _without_added_tokens(tokenizer):
 
 @torch.no_grad()
 def encode_figures(model, prompts):
-    """Runs the vision tower once over the figures of `prompts` and keeps the result in `prompts.features`.
+    """Runs the vision tower once over the figures of `prompts`, a list of `Encoded` -> for each its features, or None.
 
-    `model` is the transformers model without PEFT around it. Gives its output object: `pooler_output` has one
-    (tokens, hidden) tensor a figure, Qwen3-VL's `deepstack_features` one such tuple a layer. Raises UserError with the
-    three numbers and the row id where formula, placeholders and features disagree.
+    `model` is the transformers model without PEFT around it. Features are the tower's output object for one figure:
+    `pooler_output` holds one (tokens, hidden) tensor, Qwen3-VL's `deepstack_features` one such tensor a layer. Raises
+    UserError, with the three numbers, where formula, placeholders and features disagree.
     """
-    if prompts.features is None:
-        prompts.features = join_features([
-            model.get_image_features(torch.cat(pixels).to(model.device), torch.stack(grids), return_dict=True)
-            for pixels, grids in (zip(*figures) for figures in figures_at_once(prompts))])
-        placeholders = prompts.mm_token_type_ids.sum(-1).tolist()
-        for i, row_id in enumerate(prompts.ids):
-            numbers = prompts.image_tokens[i], placeholders[i], len(prompts.features.pooler_output[i])
+    image_id = model.config.image_token_id
+    features = {}
+    for part in figures_at_once(prompts):
+        output = model.get_image_features(torch.cat([prompt.pixels for prompt in part]).to(model.device),
+                                          torch.cat([prompt.grid for prompt in part]).to(model.device),
+                                          return_dict=True)
+        features |= {id(prompt): select_figure(output, i) for i, prompt in enumerate(part)}
+    for prompt in prompts:
+        if prompt.pixels is not None:
+            numbers = prompt.visual_tokens, prompt.ids.count(image_id), len(features[id(prompt)].pooler_output[0])
             if len(set(numbers)) != 1:
-                raise UserError("question {}: the formula gives {} visual tokens, the prompt has {} placeholders, the "
-                                "vision tower returns {} features: preprocessor_config.json does not fit the model"
-                                .format(row_id, *numbers))
-    return prompts.features
+                raise UserError("{}: the formula gives {} visual tokens, the prompt has {} placeholders, the vision tower "
+                                "returns {} features: preprocessor_config.json does not fit the model".format(
+                                    prompt.name, *numbers))
+    return [features.get(id(prompt)) for prompt in prompts]
 
 
 def figures_at_once(prompts):
-    """Yields [(pixels, grid), ...] of figures that have PATCHES_AT_ONCE patches together, or of one that has more."""
+    """Yields lists of those prompts with figures that have PATCHES_AT_ONCE patches together, or of one that has more."""
     together = []
-    for pixels, grid in zip(prompts.pixel_values.split(prompts.image_grid_thw.prod(-1).tolist()),
-                            prompts.image_grid_thw):
-        if together and sum(len(other) for other, _ in together) + len(pixels) > PATCHES_AT_ONCE:
+    for prompt in prompts:
+        if prompt.pixels is None:
+            continue
+        if together and sum(len(other.pixels) for other in [*together, prompt]) > PATCHES_AT_ONCE:
             yield together
             together = []
-        together.append((pixels, grid))
-    yield together
+        together.append(prompt)
+    if together:
+        yield together
 
 
-def join_features(parts):
-    """The vision tower's outputs for several figures -> one output for all."""
-    joined = type(parts[0])(pooler_output=tuple(figure for part in parts for figure in part.pooler_output))
-    if getattr(parts[0], "deepstack_features", None) is not None:
-        layers = zip(*(part.deepstack_features for part in parts))
-        joined.deepstack_features = [tuple(itertools.chain(*layer)) for layer in layers]
-    return joined
+def select_figure(output, i):
+    """The tower's output for several figures -> its output for figure `i` alone."""
+    one = type(output)(pooler_output=(output.pooler_output[i],))
+    if getattr(output, "deepstack_features", None) is not None:
+        one.deepstack_features = [(layer[i],) for layer in output.deepstack_features]
+    return one
 
 
-def select_figures(features, rows):
-    """The features of figures `rows` (ints, repeats allowed), in the form of `mm_encoder_outputs`."""
-    chosen = type(features)(pooler_output=tuple(features.pooler_output[r] for r in rows))
-    if getattr(features, "deepstack_features", None) is not None:
-        chosen.deepstack_features = [tuple(layer[r] for r in rows) for layer in features.deepstack_features]
-    return {"image": chosen}
+def figure_inputs(figures):
+    """The figures of a batch's rows, None where a row has none -> keyword arguments of the model's forward pass."""
+    figures = [figure for figure in figures if figure is not None]
+    if not figures:
+        return {}
+    joined = type(figures[0])(pooler_output=tuple(figure.pooler_output[0] for figure in figures))
+    if getattr(figures[0], "deepstack_features", None) is not None:
+        joined.deepstack_features = [tuple(part for layer in layers for part in layer) for layers in
+                                     zip(*(figure.deepstack_features for figure in figures))]
+    return {"mm_encoder_outputs": {"image": joined}}
 
 
-def prompt_positions(model, prompts):
-    """(3, B, P) rotary positions in time, height and width; kept in `prompts.position_ids`."""
-    if prompts.position_ids is None:
-        prompts.position_ids = model.model.get_rope_index(
-            input_ids=prompts.input_ids, mm_token_type_ids=prompts.mm_token_type_ids,
-            image_grid_thw=prompts.image_grid_thw, attention_mask=prompts.attention_mask)[0]
-    return prompts.position_ids
+def rotary_positions(model, prompt):
+    """`Encoded` -> (3, P) rotary positions in time, height and width, on the CPU."""
+    ids = torch.tensor([prompt.ids])
+    is_figure = (ids == model.config.image_token_id).int() if prompt.pixels is not None else torch.zeros_like(ids)
+    return model.model.get_rope_index(input_ids=ids, mm_token_type_ids=is_figure, image_grid_thw=prompt.grid,
+                                      attention_mask=torch.ones_like(ids))[0][:, 0]

@@ -12,29 +12,31 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 
+from support.branching import BRANCHING, take_branches
 from support.errors import UserError, describe
 from support.hub import hub_folder
 from support.kv_cache import one_token_convolution, one_token_delta_rule
 from vision_tokens import IMAGE_TOKEN, template_ids
 
 SUPPORTED_MODELS = ("qwen3_5", "qwen3_vl", "qwen2_5_vl", "qwen2_vl")
-KERNELS = {  # function of the model's module -> package that may have put a kernel there, ours for one token in torch
-    "torch_chunk_gated_delta_rule": ("fla", None), "causal_conv1d_fn": ("causal_conv1d", None),
-    "torch_recurrent_gated_delta_rule": ("fla", one_token_delta_rule),
-    "causal_conv1d_update": ("causal_conv1d", one_token_convolution)}
+KERNELS = {  # function of the model's module -> package that may have put a kernel there
+    "torch_chunk_gated_delta_rule": "fla", "torch_recurrent_gated_delta_rule": "fla",
+    "causal_conv1d_fn": "causal_conv1d", "causal_conv1d_update": "causal_conv1d"}
+ONE_TOKEN = {"torch_recurrent_gated_delta_rule": one_token_delta_rule, "causal_conv1d_update": one_token_convolution}
 INSTALLED = {}  # (module, function) -> what transformers has found, before the torch reference was put in its place
 
 
-def load_base(name, revision, device, quantization="auto"):
-    """-> (frozen model in eval mode, tokenizer, image processor, resolved revision).
+def load_base(name, device, quantization="auto", fused=True):
+    """-> (frozen model in eval mode that takes `branches`, tokenizer, image processor, resolved revision).
 
-    `quantization`: "nf4", "none", or "auto", which is nf4 on CUDA and none on a CPU. Computes in bf16 on CUDA and in
-    float32 on a CPU. Raises UserError for what is not a loadable vision-language model of SUPPORTED_MODELS.
+    `quantization`: "nf4", "none", or "auto", which is nf4 on CUDA and none on a CPU; `fused`: kernels of other packages
+    may run. Computes in bf16 on CUDA and in float32 on a CPU. Raises UserError for anything that is not a loadable
+    vision-language model of SUPPORTED_MODELS.
     """
     from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
     quiet_libraries(device)
-    folder, revision = hub_folder(name, "model", revision, ["*.json", "*.safetensors", "*.txt", "*.jinja"])
+    folder, revision = hub_folder(name, "model", ["*.json", "*.safetensors", "*.txt", "*.jinja"])
     refuse_custom_code(name, folder)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -52,6 +54,8 @@ def load_base(name, revision, device, quantization="auto"):
         raise UserError(f"the model {name} cannot be loaded: {describe(error)}") from error
     if device.type == "cpu":
         keep_nf4_differentiable(model)
+    take_branches(model)
+    fused_kernels(model, fused)
     return model.requires_grad_(False).eval(), tokenizer, image_processor, revision
 
 
@@ -67,30 +71,32 @@ def checkpoints_activations(flag, device_type):
 
 
 def fused_kernels(model, allowed):
-    """Switches kernels on or off for models of this kind -> whether recurrent layers run flash-linear-attention's.
+    """Puts the functions that mix tokens into models of this kind -> whether flash-linear-attention runs.
 
     transformers takes flash-linear-attention and causal-conv1d where they can be imported, on a CPU too, where they
     cannot run. Each function of theirs stands for a reference in torch, which is put back here where they are not to
-    be used; for a single token, one of ours around it.
+    be used. Around either comes what lets completions branch from their prompt.
     """
     allowed = allowed and model.device.type == "cuda"
     module = sys.modules[type(model.model.language_model).__module__]
-    for name, (package, _) in KERNELS.items():
+    for name, package in KERNELS.items():
         if hasattr(module, name):
             installed = INSTALLED.setdefault((module.__name__, name), getattr(module, name))
-            setattr(module, name, installed if allowed and importable(package) else without_kernel(name, installed))
+            setattr(module, name, token_mixer(name, installed, allowed and importable(package)))
     return bool(allowed and hasattr(module, "torch_chunk_gated_delta_rule") and importable("fla"))
 
 
-def without_kernel(name, function):
-    """The torch code of a function named in KERNELS."""
-    reference, ours = inspect.unwrap(function), KERNELS[name][1]
-    return ours(reference) if ours else reference
+def token_mixer(name, function, kernel):
+    """A function named in KERNELS as the model shall call it: with its package's kernel, or in torch."""
+    if not kernel:
+        function = inspect.unwrap(function)
+        function = ONE_TOKEN[name](function) if name in ONE_TOKEN else function
+    return BRANCHING[name](function) if name in BRANCHING else function
 
 
 def kernels_line(model, allowed):
     """Says which code attention and recurrent layers run, and what to install for faster code."""
-    line = f"attention: {model.config.text_config._attn_implementation}"
+    line = "attention: sdpa"
     if "linear_attention" not in (getattr(model.config.text_config, "layer_types", None) or ()):
         return line
     if fused_kernels(model, allowed):

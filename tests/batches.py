@@ -5,6 +5,7 @@ from PIL import Image, ImageDraw
 
 import grpo
 from geoqa import Question
+from support.padding import rectangle
 
 
 def figure(size, seed):
@@ -28,20 +29,29 @@ def questions(seed=0, sizes=SIZES, subjects=SUBJECTS):
 
 
 def prompts_of(policy, questions):
-    return grpo.encode_prompts(policy.tokenizer, policy.image_processor, questions)
+    return grpo.encode_prompts(policy, questions, grpo.GEOQA)
 
 
-def uneven_rollouts(policy, prompts, group_size=4, max_tokens=40, temperature=1.0, seed=3):
-    """Rollouts of which at least one stops at its first token and one goes on to `max_tokens`.
+def grouped(prompts, group_size):
+    """Each prompt `group_size` times, one behind the other, as the sampler takes groups."""
+    return [prompt for prompt in prompts for _ in range(group_size)]
+
+
+def columns(rows, name="tokens"):
+    """(n, T) of a tensor of each row, 0 behind a row's end."""
+    return rectangle(rows, name)
+
+
+def uneven_rows(policy, prompts, group_size=4, max_tokens=40, temperature=1.0, seed=3):
+    """Completions of which at least one stops at its first token and one goes on to `max_tokens`.
 
     Random models stop rarely, so tokens that four of the rows drew become stop tokens before the same draws again.
     """
+    uniforms = torch.rand(len(prompts) * group_size, max_tokens, generator=torch.Generator().manual_seed(seed))
     policy.stop_ids = torch.tensor([-1])
-    torch.manual_seed(seed)
-    free = grpo.sample(policy, prompts, group_size, 21, temperature).tokens
+    free = columns(grpo.sample(policy, grouped(prompts, group_size), 21, temperature, uniforms=uniforms[:, :21]))
     policy.stop_ids = free[[1, 4, 6, 9], [0, 5, 10, 20]]
-    torch.manual_seed(seed)
-    rollouts = grpo.sample(policy, prompts, group_size, max_tokens, temperature)
-    lengths = rollouts.lengths.tolist()
+    rows = grpo.sample(policy, grouped(prompts, group_size), max_tokens, temperature, uniforms=uniforms)
+    lengths = [len(row.tokens) for row in rows]
     assert min(lengths) == 1 and max(lengths) == max_tokens and len(set(lengths)) > 3, lengths
-    return rollouts
+    return rows
