@@ -1,14 +1,14 @@
-"""What a run needs to go on after a stop: its settings, the lock, checkpoints, random state. Nothing of GRPO.
+"""What a run needs to go on after a stop: its settings, and checkpoints with the random state. Nothing of GRPO.
 
     step-25/adapter_model.safetensors, adapter_config.json   the adapter; loads with PeftModel.from_pretrained
             optimizer.safetensors                            AdamW's moments and step counts, by parameter name
             state.json                                       step, questions drawn, random state, settings, versions
+            SHA256SUMS                                       of these four; `sha256sum -c SHA256SUMS` checks them too
 
-Only safetensors and JSON are read. A checkpoint is written beside its place and renamed, so that one which has its name
-is whole; checksums in state.json tell where a disk or a person has changed it since.
+Only safetensors and JSON are read. A checkpoint is written under another name and renamed, so one under its final name
+is complete; the checksums tell where a disk or a person has changed it since.
 """
 
-import base64
 import dataclasses
 import hashlib
 import json
@@ -23,26 +23,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from support.errors import UserError
+from support.files import sync
+from support.hub import parse_id
 
-CHECKED = ("adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors")  # by their SHA-256
+CHECKED = ("adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors", "state.json")
 
 # Settings that a resumed run may change: the course of the training is the same with any of them, up to rounding.
-# With other `rollouts_at_once` the draws are others, from the same distribution: a smaller card must be able to go on.
+# Other `rollouts_at_once` give other draws from the same distribution: a smaller card must be able to go on.
 HARMLESS = {"resume", "steps", "save_every", "keep_checkpoints", "show_samples", "on_nonfinite", "evaluate",
             "eval_batch_size", "tokens_per_micro_batch", "rollouts_at_once", "fused_kernels",
-            "activation_checkpointing", "electricity_price", "tracker", "swanlab_mode", "swanlab_project",
-            "log_token_changes"}
-
-
-class Interrupted(KeyboardInterrupt):
-    """SIGINT or SIGTERM. A KeyboardInterrupt, since no `except Exception` on the way must stop it."""
-
-    def __init__(self, signum):
-        self.signum = signum
+            "activation_checkpointing", "electricity_price", "tracker", "swanlab_mode", "swanlab_project"}
+FROM_HUB = {"base_model": "resolved_model_revision", "dataset": "resolved_dataset_revision"}
 
 
 class NonFinite(UserError):
-    """A loss, gradient or log-probability that is no number. `record` is the batch, as JSON can hold it."""
+    """A loss, gradient or log-probability that is not finite. `record` is the batch, as JSON can hold it."""
 
     def __init__(self, message, record):
         super().__init__(message)
@@ -55,7 +50,7 @@ class NonFinite(UserError):
 def resumed_config(config, given):
     """The settings of the run in `config.resume`, changed by the fields named in `given` (those of the command line).
 
-    Revisions are those that the run resolved, so that a newer commit on the hub changes nothing.
+    Model and data set are pinned to the commits that the run resolved, so that a newer one on the hub changes nothing.
     """
     stored = stored_config(config.resume)
     taken = {}
@@ -68,15 +63,20 @@ def resumed_config(config, given):
         if field.default is not None and type(value) is not type(field.default):
             raise UserError(f"--resume {config.resume}: {field.name} is {value!r} in config.json")
         taken[field.name] = value
-    for kind in ("model", "dataset"):
-        revision = stored.get(f"resolved_{kind}_revision", "local")
-        if revision != "local" and f"{kind}_revision" not in given:
-            taken[f"{kind}_revision"] = revision
+    for name in FROM_HUB:
+        if name not in given or getattr(config, name) == stored[name]:
+            taken[name] = pinned(stored, name)
     return dataclasses.replace(config, **taken | {"resume": config.resume})
 
 
+def pinned(stored, name):
+    """A stored hub id as `id@commit`, with the commit that the run resolved; a local folder as it is."""
+    revision = stored.get(FROM_HUB[name], "local")
+    return stored[name] if revision == "local" else f"{parse_id(stored[name])[0]}@{revision}"
+
+
 def stored_config(path):
-    """The run directory's config.json. UserError where there is none."""
+    """The run directory's config.json. UserError where there is none that this version can continue."""
     try:
         stored = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     except OSError as error:
@@ -84,7 +84,11 @@ def stored_config(path):
     except ValueError as error:
         raise UserError(f"--resume {path}: config.json is damaged: {error}") from error
     if not isinstance(stored, dict):
-        raise UserError(f"--resume {path}: config.json is no table of settings")
+        raise UserError(f"--resume {path}: config.json is not a table of settings")
+    missing = {"sampler", *FROM_HUB} - stored.keys()
+    if missing:
+        raise UserError(f"--resume {path}: config.json lacks {', '.join(sorted(missing))}: an older version made this "
+                        "run, and only that version can continue it")
     return stored
 
 
@@ -92,80 +96,10 @@ def check_same_experiment(config):
     """Raises UserError, with the flag's name, where `config` would change the experiment that it resumes."""
     stored = stored_config(config.resume)
     for name, value in dataclasses.asdict(config).items():
-        same = stored.get(name, value), stored.get(f"resolved_{name}")  # a revision may be spelled out
-        if name not in HARMLESS and value not in same:
+        same = value == stored.get(name, value) or (name in FROM_HUB and value == pinned(stored, name))
+        if name not in HARMLESS and not same:
             raise UserError(f"--{name.replace('_', '-')} {value}: the run {config.resume} was made with "
                             f"{stored[name]!r}, and another value makes it another experiment")
-
-
-# Files
-
-
-def write_whole(path, data):
-    """Bytes to a file, whole or not at all: written beside it, forced to the disk, then renamed over it."""
-    draft = path.with_name(f"{path.name}.tmp")
-    draft.write_bytes(data)
-    sync(draft)
-    os.replace(draft, path)
-    sync(path.parent)
-
-
-def sync(path):
-    """Forces a file, or a folder's names, to the disk: a power failure then finds them there."""
-    if path.is_dir() and os.name == "nt":
-        return  # Windows opens no folders, and keeps its names in order itself
-    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def cut_lines(path, wanted=lambda row: True):
-    """Cuts a JSON-lines file in front of its first line that is torn or not `wanted`. Needs no room on the disk."""
-    if not path.exists():
-        return
-    end = 0
-    with open(path, "r+b") as file:
-        for line in file:
-            try:
-                row = json.loads(line) if line.endswith(b"\n") else None
-            except ValueError:
-                row = None
-            if not isinstance(row, dict) or not wanted(row):
-                break
-            end += len(line)
-        file.truncate(end)
-
-
-def lock_folder(folder):
-    """Locks FOLDER/lock until the file given back is closed or the process dies. UserError names who has it."""
-    try:
-        file = open(folder / "lock", "a+", encoding="ascii")  # "a" leaves what another process has written
-    except OSError as error:
-        raise UserError(f"the run directory {folder} cannot be written: {error.strerror}") from error
-    try:
-        if os.name == "nt":
-            import msvcrt
-
-            file.seek(2**20)  # Windows keeps others from reading what is locked; the number stands at the start
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.seek(0)
-        holder = file.read().strip() or "unknown"
-        file.close()
-        raise UserError(f"the run directory {folder} is in use by another process, number {holder}") from error
-    try:
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
-    except OSError:
-        pass  # a full disk: the lock holds without its number
-    return file
 
 
 # Random state
@@ -177,8 +111,8 @@ def random_state(device):
     name, keys, position, has_gauss, cached = np.random.get_state()
     return {"python": [version, list(words), gauss],
             "numpy": [name, keys.tolist(), position, has_gauss, cached],
-            "torch": to_text(torch.get_rng_state()),
-            "cuda": to_text(torch.cuda.get_rng_state(device)) if device.type == "cuda" else None}
+            "torch": torch.get_rng_state().tolist(),
+            "cuda": torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None}
 
 
 def set_random_state(state, device):
@@ -186,17 +120,9 @@ def set_random_state(state, device):
     random.setstate((version, tuple(words), gauss))
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(to_bytes(state["torch"]))
+    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
     if device.type == "cuda":
-        torch.cuda.set_rng_state(to_bytes(state["cuda"]), device)
-
-
-def to_text(tensor):
-    return base64.b64encode(tensor.numpy().tobytes()).decode()
-
-
-def to_bytes(text):
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+        torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8), device)
 
 
 # Checkpoints
@@ -217,9 +143,8 @@ def save_checkpoint(folder, model, optimizer, state):
         model.save_pretrained(draft, save_embedding_layers=False)
         (draft / "README.md").unlink(missing_ok=True)  # PEFT's empty form, with this machine's folders in it
         save_file(optimizer_tensors(model, optimizer), draft / "optimizer.safetensors")
-        state = state | {"sha256": {name: file_digest(draft / name) for name in CHECKED}}
-        text = json.dumps(state | {"seal": seal(state)}, ensure_ascii=False)
-        (draft / "state.json").write_text(text + "\n", encoding="utf-8")
+        (draft / "state.json").write_text(json.dumps(state, ensure_ascii=False) + "\n", encoding="utf-8")
+        (draft / "SHA256SUMS").write_text("".join(digest_line(draft / name) for name in CHECKED), encoding="ascii")
         for file in draft.iterdir():
             sync(file)
         sync(draft)
@@ -236,9 +161,9 @@ def newest_checkpoint(path, tell):
     Those that are not are set aside, and `tell` gets a list with one line for each.
     """
     for _, folder in checkpoint_folders(path):
-        state, problem = read_state(folder)
-        if state:
-            return folder, state
+        problem = damage(folder)
+        if not problem:
+            return folder, json.loads((folder / "state.json").read_text(encoding="utf-8"))
         aside = folder.with_name(f"{folder.name}.damaged")
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(folder, aside)
@@ -246,20 +171,20 @@ def newest_checkpoint(path, tell):
     return None, None
 
 
-def read_state(folder):
-    """-> (what state.json holds, None), or (None, what is wrong with the checkpoint)."""
+def damage(folder):
+    """What is wrong with a checkpoint, or None."""
     try:
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        if state.pop("seal") != seal(state):
-            return None, "state.json has been changed"
+        written = (folder / "SHA256SUMS").read_bytes()
         for name in CHECKED:
-            if file_digest(folder / name) != state["sha256"][name]:
-                return None, f"{name} is torn or has been changed"
+            if digest_line(folder / name).encode() not in written:
+                return f"{name} is not as SHA256SUMS says"
     except OSError as error:
-        return None, f"{Path(error.filename or folder).name}: {error.strerror}"
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return None, "state.json is torn or has been changed"
-    return state, None
+        return f"{Path(error.filename or folder).name}: {error.strerror}"
+
+
+def digest_line(path):
+    with open(path, "rb") as file:
+        return f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}\n"
 
 
 def restore_checkpoint(folder, state, policy, optimizer):
@@ -284,11 +209,11 @@ def restore_checkpoint(folder, state, policy, optimizer):
 
 
 def prune_checkpoints(path, keep):
-    """Removes all but the `keep` newest checkpoints; 0 keeps all. Renamed first: one with its name is always whole."""
+    """Removes all but the `keep` newest checkpoints; 0 keeps all."""
     for _, folder in checkpoint_folders(path)[keep:] if keep else []:
         gone = folder.with_name(f"{folder.name}.tmp")
         shutil.rmtree(gone, ignore_errors=True)
-        os.replace(folder, gone)
+        os.replace(folder, gone)  # first: under its final name a checkpoint is always complete
         shutil.rmtree(gone, ignore_errors=True)
 
 
@@ -303,33 +228,21 @@ def optimizer_tensors(model, optimizer):
             if i in states for key in ("step", "exp_avg", "exp_avg_sq")}
 
 
-def file_digest(path):
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+# Numbers that are not finite
 
 
-def seal(state):
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+def nonfinite_record(rows, logprobs, loss, norm):
+    """What went into an update that gave no number, one entry a completion; NaN and infinities as text, for JSON.
+
+    `rows` are the update's completions, `logprobs` the learner's (T,) for each of them.
+    """
+    completions = [{
+        "question": row.prompt.question.id, "row": number, "tokens": row.tokens.tolist(),
+        "sampler_logprobs": as_json(row.logprobs.tolist()), "learner_logprobs": as_json(found.tolist()),
+        "advantages": as_json(torch.as_tensor(row.advantage).expand(len(row.tokens)).tolist())}
+        for number, (row, found) in enumerate(zip(rows, logprobs, strict=True))]
+    return {"loss": as_json([loss])[0], "grad_norm": as_json([norm])[0], "completions": completions}
 
 
-# Numbers that are none
-
-
-def nonfinite_record(prompts, rollouts, rows, advantages, logprobs, loss, norm):
-    """What went into an update that gave no number, one entry a completion; NaN and infinities as text, for JSON."""
-    group_size, completions = len(rollouts.tokens) // len(prompts.ids), []
-    for row in rows.tolist():
-        n = int(rollouts.lengths[row])
-        completions.append({
-            "question": prompts.ids[row // group_size], "row": row, "tokens": rollouts.tokens[row, :n].tolist(),
-            "sampler_logprobs": numbers(rollouts.logprobs[row, :n]), "learner_logprobs": numbers(logprobs[row, :n]),
-            "advantages": numbers(advantages[row, :n])})
-    return {"loss": number(loss), "grad_norm": number(norm), "completions": completions}
-
-
-def numbers(tensor):
-    return [number(value) for value in tensor.tolist()]
-
-
-def number(value):
-    return value if math.isfinite(value) else str(value)
+def as_json(values):
+    return [value if math.isfinite(value) else str(value) for value in values]

@@ -1,14 +1,16 @@
-"""What a run cost: seconds, GPU hours, and where the driver tells it energy and money.
+"""What a run cost: seconds, GPU hours, and energy and its price where the driver counts energy.
 
-Energy is the GPU's alone, not the computer's: NVML counts it in the driver, so nothing has to be sampled. It needs the
-package nvidia-ml-py and a GPU that keeps the count (Volta or newer).
+The energy is the GPU's alone, not the computer's. Its driver counts it, so nothing has to be sampled; reading it needs
+the package nvidia-ml-py and a GPU that keeps the count (Volta or newer).
 """
 
+import datetime
 import functools
-import json
 import time
 
 import torch
+
+from support.files import read_lines
 
 
 @functools.cache
@@ -32,37 +34,46 @@ def gpu_joules(device):
     """The GPU's energy counter; None where there is none."""
     read = energy_reader(device)
     try:
-        return read() if read else None
+        return read and read()
     except Exception:  # a driver that stops answering must not stop a run
         return None
-
-
-def kwh(start, end):
-    """Two readings of the counter -> the energy between them; None where one is missing or the counter was reset."""
-    return None if start is None or end is None or end < start else (end - start) / 3.6e6
-
-
-def known(**values):
-    """Those that are not None, as metrics named energy/..."""
-    return {f"energy/{name}": value for name, value in values.items() if value is not None}
-
-
-def step_energy(started, sampled, ended):
-    """Readings before sampling, between it and learning, and after -> metrics; none where the energy is not known."""
-    return known(sampling_kwh=kwh(started, sampled), learning_kwh=kwh(sampled, ended))
 
 
 class Meter:
     """Time and energy since it was made."""
 
     def __init__(self, device):
-        self.device = device
-        self.seconds, self.joules = time.perf_counter(), gpu_joules(device)
+        self.device, self.start, self.joules = device, time.perf_counter(), gpu_joules(device)
+
+    def seconds(self):
+        return time.perf_counter() - self.start
+
+    def energy(self, name):
+        """-> {"energy/NAME_kwh": ...}; empty without a counter, and where it was reset."""
+        before, now = self.joules, gpu_joules(self.device)
+        return {} if before is None or now is None or now < before else {f"energy/{name}_kwh": (now - before) / 3.6e6}
 
     def evaluation(self):
         """-> metrics of an evaluation that ends now."""
-        return {"time/evaluation": time.perf_counter() - self.seconds,
-                **known(evaluation_kwh=kwh(self.joules, gpu_joules(self.device)))}
+        return {"time/evaluation": self.seconds(), **self.energy("evaluation")}
+
+
+class StepClock:
+    """Time and energy of a step. Sampling is from the clock's making to `sampled()`, with encoding and rewards;
+    learning from there to `learned()`, with advantages; the rest from there to `metrics()`."""
+
+    def __init__(self, device):
+        self.meter = Meter(device)
+
+    def sampled(self):
+        self.sampling = self.meter.seconds()
+
+    def learned(self):
+        self.learning = self.meter.seconds() - self.sampling
+
+    def metrics(self):
+        return {"time/sampling": self.sampling, "time/learning": self.learning,
+                "time/rest": self.meter.seconds() - self.sampling - self.learning, **self.meter.energy("step")}
 
 
 def run_cost(path, electricity_price, gpu):
@@ -71,60 +82,25 @@ def run_cost(path, electricity_price, gpu):
     From metrics.jsonl and evaluations.jsonl, so it is right after --resume too: a step that was made again counts once.
     Loading and writing files are not in it. `electricity_price` is in yuan per kWh, `gpu` whether there was one.
     """
-    steps = read_lines(path / "metrics.jsonl")
-    evaluations = read_lines(path / "evaluations.jsonl")
-    sampling, learning, rest = (total(steps, f"time/{part}") for part in ("sampling", "learning", "rest"))
-    evaluation = total(evaluations, "time/evaluation")
-    wall = add(sampling, learning, rest, evaluation)
-    energy = [total(steps, "energy/sampling_kwh"), total(steps, "energy/learning_kwh"),
-              total(evaluations, "energy/evaluation_kwh")] if gpu else [None] * 3
-    energy_kwh = add(*energy)
-    return {"wall_seconds": wall, "sampling_seconds": sampling, "learning_seconds": learning,
-            "evaluation_seconds": evaluation, "gpu_hours": wall / 3600 if gpu and wall is not None else None,
-            "energy_kwh": energy_kwh, "sampling_kwh": energy[0], "learning_kwh": energy[1],
-            "electricity_price": electricity_price,
-            "money": None if energy_kwh is None else energy_kwh * electricity_price}
-
-
-def add(*values):
-    return None if None in values else sum(values)
-
-
-def total(rows, key):
-    """The sum of a column; None where a row lacks it."""
-    return add(*(row.get(key) for row in rows))
-
-
-def read_lines(path):
-    """The rows of a JSON-lines file, up to one that is torn; none where there is no file."""
-    rows = []
-    try:
-        with open(path, encoding="utf-8") as file:
-            for line in file:
-                rows.append(json.loads(line))
-    except (OSError, ValueError):
-        pass
-    return rows
+    rows = [row for log in ("metrics", "evaluations") for row in read_lines(path / f"{log}.jsonl", [])]
+    seconds = {part: sum(row.get(f"time/{part}", 0) for row in rows)
+               for part in ("sampling", "learning", "rest", "evaluation")}
+    wall = sum(seconds.values())
+    energy = [row.get("energy/evaluation_kwh" if "evaluation" in row else "energy/step_kwh") for row in rows]
+    energy = sum(energy) if gpu and None not in energy else None
+    return {"wall_seconds": wall, "sampling_seconds": seconds["sampling"], "learning_seconds": seconds["learning"],
+            "evaluation_seconds": seconds["evaluation"], "gpu_hours": wall / 3600 if gpu else None,
+            "energy_kwh": energy, "electricity_price": electricity_price,
+            "money": None if energy is None else energy * electricity_price}
 
 
 def cost_lines(cost):
     """The cost as one line of text, or two where there was a GPU."""
-    parts = [f"{name} {duration(cost[f'{name}_seconds'])}" for name in ("sampling", "learning", "evaluation")]
-    time_line = f"time {duration(cost['wall_seconds'])}: {', '.join(parts)}"
-    if cost["gpu_hours"] is None:
-        return [time_line]
-    gpu_line = f"GPU hours {cost['gpu_hours']:.2f}"
+    wall, *parts = (datetime.timedelta(seconds=round(cost[f"{part}_seconds"]))
+                    for part in ("wall", "sampling", "learning", "evaluation"))
+    lines = ["time {}: sampling {}, learning {}, evaluation {}".format(wall, *parts)]
+    if cost["gpu_hours"] is not None:
+        lines.append(f"GPU hours {cost['gpu_hours']:.2f}")
     if cost["energy_kwh"] is not None:
-        gpu_line += (f", {cost['energy_kwh']:.3g} kWh (sampling {cost['sampling_kwh']:.3g}, learning "
-                     f"{cost['learning_kwh']:.3g}), {cost['money']:.2f} yuan at {cost['electricity_price']:g} a kWh")
-    return [time_line, gpu_line]
-
-
-def duration(seconds):
-    """3725 -> "1 h 02 min"."""
-    if seconds is None:
-        return "unknown"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes} min {seconds:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+        lines[-1] += f", {cost['energy_kwh']:.3g} kWh, {cost['money']:.2f} yuan at {cost['electricity_price']:g} a kWh"
+    return lines
