@@ -1,7 +1,7 @@
 """--tracker: the numbers of metrics.jsonl and of evaluations, and some groups of completions, in another program.
 
-Its package is imported only where asked for. What it writes lies in the run directory: tensorboard/, swanlog/, wandb/.
-A tracker is an object with `log(step, values)`, `log_group(step, image, lines)` and `finish(failed)`.
+Its package is imported only if it is asked for, and writes into the run directory: tensorboard/, swanlog/, wandb/.
+A tracker is an object with `log(step, values)`, `log_group(step, image, lines)` (no image: None) and `finish(failed)`.
 """
 
 import contextlib
@@ -15,14 +15,14 @@ from importlib import metadata
 
 from packaging.version import Version
 
-from support.errors import UserError
+from support.errors import UserError, describe
 
 PROJECT = "vision-grpo"
-NEEDED = {"tensorboard": "2.18", "swanlab": "0.10", "wandb": "0.31"}  # package -> oldest version that fits
+NEEDED = {"tensorboard": "2.18", "swanlab": "0.10", "wandb": "0.31"}  # package -> oldest version that works
 
 
 def check_tracker(config):
-    """Raises UserError for what would only be found missing after the weights are loaded."""
+    """Raises UserError for what the tracker would only miss after the weights are loaded."""
     if config.tracker != "swanlab" and not config.resume:  # a run's own settings may go with another tracker
         for field in dataclasses.fields(config):
             if field.name.startswith("swanlab_") and getattr(config, field.name) != field.default:
@@ -78,7 +78,8 @@ class TensorBoard:
     def log_group(self, step, image, lines):
         import numpy as np
 
-        self.writer.add_image("group/figure", np.asarray(image), step, dataformats="HWC")
+        if image is not None:
+            self.writer.add_image("group/figure", np.asarray(image), step, dataformats="HWC")
         self.writer.add_text("group/completions", "\n".join(f"    {line}" for line in lines), step)  # verbatim
 
     def finish(self, failed):
@@ -100,8 +101,8 @@ class SwanLab:
         self.run.log(values, step=step)
 
     def log_group(self, step, image, lines):
-        self.run.log({"group/figure": self.swanlab.Image(image, caption=lines[0]),
-                      "group/completions": self.swanlab.Text("\n".join(lines))}, step=step)
+        figure = {"group/figure": self.swanlab.Image(image, caption=lines[0])} if image is not None else {}
+        self.run.log({**figure, "group/completions": self.swanlab.Text("\n".join(lines))}, step=step)
 
     def finish(self, failed):
         with own_interrupt():
@@ -110,7 +111,7 @@ class SwanLab:
 
 @contextlib.contextmanager
 def own_interrupt():
-    """Ctrl-C stays what it was: SwanLab installs a handler, with which no checkpoint would be left."""
+    """Ctrl-C stays as it was: SwanLab installs a handler of its own, which would leave no checkpoint."""
     handler = signal.getsignal(signal.SIGINT)
     try:
         yield
@@ -132,8 +133,8 @@ class WandB:
         self.run.log(values, step=step)
 
     def log_group(self, step, image, lines):
-        self.run.log({"group/figure": self.wandb.Image(image, caption=lines[0]),
-                      "group/completions": self.wandb.Table(["line"], [[line] for line in lines])}, step=step)
+        figure = {"group/figure": self.wandb.Image(image, caption=lines[0])} if image is not None else {}
+        self.run.log({**figure, "group/completions": self.wandb.Table(["line"], [[line] for line in lines])}, step=step)
 
     def finish(self, failed):
         self.run.finish(exit_code=int(failed))
@@ -143,35 +144,35 @@ TRACKERS = {"tensorboard": TensorBoard, "swanlab": SwanLab, "wandb": WandB}
 
 
 class Tracking:
-    """The run's tracker, or none. One that fails, be it at the start, is dropped with a note: the training goes on."""
+    """The run's tracker, or none. One that fails, even at its start, is dropped with a note: the training goes on."""
 
     def __init__(self, config, path, settings, done, tell):
         """`settings` is what config.json holds, `done` the step of the checkpoint that the run goes on from."""
         self.name, self.tell, self.tracker = config.tracker, tell, None
         if config.tracker != "none":
-            self.guard(lambda: setattr(self, "tracker", TRACKERS[config.tracker](config, path, settings, done)))
+            self.tracker = self.guarded(TRACKERS[config.tracker], config, path, settings, done)
 
-    def guard(self, action):
+    def guarded(self, action, *arguments):
         try:
-            action()
-        except (Exception, SystemExit) as error:  # SystemExit: a library may take a refused key for the program's end
+            return action(*arguments)
+        except (Exception, SystemExit) as error:  # SystemExit: a library may end the program over a refused key
             self.tracker = None
             self.tell([f"--tracker {self.name} failed, and the run goes on without it: {type(error).__name__}: "
-                       + " ".join(str(error).split())[:300]])
+                       f"{describe(error)}"])
 
     def log(self, step, values):
         """A row of metrics.jsonl or evaluations.jsonl; numbers only, since no tracker draws NaN."""
         numbers = {name: value for name, value in values.items() if name != "step"
                    and isinstance(value, (int, float)) and math.isfinite(value)}
         if self.tracker:
-            self.guard(lambda: self.tracker.log(step, numbers))
+            self.guarded(self.tracker.log, step, numbers)
 
     def log_group(self, step, image, lines):
-        """A question's figure (PIL, RGB), and lines of text: the question first, then one for each completion."""
+        """A question's figure (PIL, RGB, or None), and lines of text: the question, then one for each completion."""
         if self.tracker:
-            self.guard(lambda: self.tracker.log_group(step, image, lines))
+            self.guarded(self.tracker.log_group, step, image, lines)
 
     def finish(self, failed=False):
         if self.tracker:
-            self.guard(lambda: self.tracker.finish(failed))
+            self.guarded(self.tracker.finish, failed)
             self.tracker = None
