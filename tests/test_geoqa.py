@@ -366,7 +366,7 @@ def test_hub_failures_are_one_line(monkeypatch, name, parts):
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
     with pytest.raises(UserError) as caught:
-        hub_folder("own/er", "dataset", "v9")
+        hub_folder("own/er@v9", "dataset")
     message = str(caught.value)
     assert all(part in message for part in parts) and "\n" not in message
     assert "a local folder works in its place" in message
@@ -382,10 +382,10 @@ def test_hub_success_gives_the_commit(tmp_path, monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     assert load_geoqa("own/er", "test").revision == "abc123"
-    assert hub_folder("own/er", "model", "main") == (tmp_path / "abc123", "abc123")
+    assert hub_folder("own/er@refs/pr/1", "model") == (tmp_path / "abc123", "abc123")
     assert calls == [
         ("own/er", {"repo_type": "dataset", "revision": None, "allow_patterns": ["data/*.parquet", "*.parquet"]}),
-        ("own/er", {"repo_type": "model", "revision": "main", "allow_patterns": None}),
+        ("own/er", {"repo_type": "model", "revision": "refs/pr/1", "allow_patterns": None}),
     ]
 
 
@@ -393,13 +393,27 @@ def test_hub_local_folders(tmp_path, monkeypatch):
     assert hub_folder(str(tmp_path), "model") == (tmp_path, "local")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert hub_folder("~", "model") == (tmp_path, "local")
-    with pytest.raises(UserError, match="is a local folder, which has no revision 'main'"):
-        hub_folder(str(tmp_path), "model", "main")
+    with pytest.raises(UserError, match="is a local folder, which has no revision: leave @main out"):
+        hub_folder(f"{tmp_path}@main", "model")
     with pytest.raises(UserError, match="is a file"):
         hub_folder(hub.__file__, "model")
 
 
-@pytest.mark.parametrize("name", ["./no/folder", "../none", "/none", "~/none", "own/er/more", "hub://own/er"])
+def test_hub_names_with_a_revision(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own" / "er@v1").mkdir(parents=True)
+    assert hub.parse_id("own/er@v2") == ("own/er", "v2")
+    assert hub.parse_id("own/er") == ("own/er", "")
+    assert hub.parse_id("own/er@v1") == ("own/er@v1", ""), "a local folder wins"
+    assert hub_folder("own/er@v1", "model") == (Path("own/er@v1"), "local")
+    for name in ("own/er@", "@v2", "@"):
+        assert hub.parse_id(name) == (name, "")
+        with pytest.raises(UserError, match="neither a folder nor a hub id"):
+            hub_folder(name, "model")
+
+
+@pytest.mark.parametrize("name", ["./no/folder", "../none", "/none", "/none@v1", "own/er/more@v1", "~/none",
+                                  "own/er/more", "hub://own/er"])
 def test_hub_paths_that_do_not_exist(monkeypatch, name):
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **kwargs: pytest.fail("asked the hub"))
     with pytest.raises(UserError, match="no such folder"):
