@@ -20,8 +20,22 @@ from support.run_settings import LIMITS, SECTIONS, choices_of, dashed, flags_of
 from support.trackers import check_tracker
 
 
+def checked_config(config, rewards):
+    """A copy of `config` with its preset applied. Raises UserError where no run makes sense with it."""
+    config = with_preset(config)
+    check_config(config, rewards)
+    return config
+
+
+def checked_config(config, rewards):
+    """A copy of `config` with its preset, after all checks. `rewards` are the task's, by name."""
+    config = with_preset(config)
+    check_config(config, rewards)
+    return config
+
+
 def check_config(config, rewards):
-    """Raises UserError, naming the flag, for a value with which no run makes sense. `rewards` are the task's."""
+    """Raises UserError, naming the flag, for a value with which no run makes sense."""
     if Version(transformers.__version__) < Version("5.24"):
         raise UserError(f"transformers {transformers.__version__} is too old, 5.24 is needed: older ones give wrong "
                         "numbers for padded batches without any error; pip install -U -r requirements.txt")
@@ -129,7 +143,7 @@ class ShortHelp(argparse.RawDescriptionHelpFormatter):
 class FlagParser(transformers.HfArgumentParser):
     """The dataclass is the command line: types and defaults are its fields', the rest stands in their `flag`."""
 
-    def __init__(self, config_class, rewards):
+    def __init__(self, config_class, rewards=None):
         self.flags, self.groups = flags_of(config_class), {}
         if rewards and "reward" in self.flags:
             self.flags["reward"]["choices"] = rewards

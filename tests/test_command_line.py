@@ -18,7 +18,7 @@ import torch
 import demo
 import grpo
 from support import command_line, run_settings
-from support.command_line import check_config, reward_weights, run_command_line, with_preset
+from support.command_line import check_config, checked_config, reward_weights, run_command_line, with_preset
 from support.errors import UserError
 from support.run_settings import RunSettings, flag
 
@@ -299,6 +299,12 @@ def test_dapo_preset_says_what_it_sets_and_leaves_what_was_given(capsys):
     assert with_preset(grpo.Config()) == grpo.Config()
     assert with_preset(grpo.Config(algorithm="dapo", resume="runs/1")).loss_fn == "importance_sampling"
     assert with_preset(grpo.Config(algorithm="dapo", loss_fn="cispo")).clip_high is None
+
+
+def test_what_a_preset_sets_is_checked_too():
+    assert checked_config(grpo.Config(algorithm="dapo"), grpo.GEOQA.rewards).loss_fn == "ppo"
+    with pytest.raises(UserError, match="--overlong-penalty does not fit into --max-tokens 3"):
+        checked_config(grpo.Config(algorithm="dapo", max_tokens=3), grpo.GEOQA.rewards)
 
 
 # The programs
