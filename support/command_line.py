@@ -21,21 +21,11 @@ from support.trackers import check_tracker
 
 
 def checked_config(config, rewards):
-    """A copy of `config` with its preset applied. Raises UserError where no run makes sense with it."""
+    """A copy of `config` with its preset applied. `rewards` are the task's, by name.
+
+    Raises UserError, naming the flag, for a value with which no run makes sense.
+    """
     config = with_preset(config)
-    check_config(config, rewards)
-    return config
-
-
-def checked_config(config, rewards):
-    """A copy of `config` with its preset, after all checks. `rewards` are the task's, by name."""
-    config = with_preset(config)
-    check_config(config, rewards)
-    return config
-
-
-def check_config(config, rewards):
-    """Raises UserError, naming the flag, for a value with which no run makes sense."""
     if Version(transformers.__version__) < Version("5.24"):
         raise UserError(f"transformers {transformers.__version__} is too old, 5.24 is needed: older ones give wrong "
                         "numbers for padded batches without any error; pip install -U -r requirements.txt")
@@ -56,6 +46,7 @@ def check_config(config, rewards):
         raise UserError(f"--overlong-penalty does not fit into --max-tokens {config.max_tokens}: it grows over the "
                         "last quarter, so 4 is the least")
     check_tracker(config)
+    return config
 
 
 REASONS = {"group_size": ": the advantage compares a completion with the others of its group",

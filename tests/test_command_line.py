@@ -18,7 +18,7 @@ import torch
 import demo
 import grpo
 from support import command_line, run_settings
-from support.command_line import check_config, checked_config, reward_weights, run_command_line, with_preset
+from support.command_line import checked_config, reward_weights, run_command_line, with_preset
 from support.errors import UserError
 from support.run_settings import RunSettings, flag
 
@@ -192,7 +192,7 @@ def test_the_algorithms_own_settings_fit_on_a_screen():
 
 
 def check(**changes):
-    check_config(grpo.Config(**changes), grpo.GEOQA.rewards)
+    checked_config(grpo.Config(**changes), grpo.GEOQA.rewards)
 
 
 def test_the_defaults_and_every_loss_pass():
@@ -229,8 +229,8 @@ def test_the_defaults_and_every_loss_pass():
     (dict(advantage="magic"), "--advantage magic is none of grpo, grpo_std;"),
     (dict(sampler="magic"), "--sampler magic is none of loop, generate;"),
     (dict(reward="magic"), "--reward magic is none of right;"),
-    (dict(loss_fn="gspo", loss_reduction="token"), "--loss-reduction token: gspo is a loss of whole sequences, it needs "
-                                                   "sequence"),
+    (dict(loss_fn="gspo", loss_reduction="token"),
+     "--loss-reduction token: gspo is a loss of whole sequences, it needs sequence"),
     (dict(clip_low=0.1), "--clip-low: --loss-fn importance_sampling has no such bound"),
     (dict(clip_high=0.1), "--clip-high: --loss-fn importance_sampling has no such bound"),
     (dict(overlong_penalty=True, max_tokens=3), "--overlong-penalty does not fit into --max-tokens 3"),
@@ -302,7 +302,8 @@ def test_dapo_preset_says_what_it_sets_and_leaves_what_was_given(capsys):
 
 
 def test_what_a_preset_sets_is_checked_too():
-    assert checked_config(grpo.Config(algorithm="dapo"), grpo.GEOQA.rewards).loss_fn == "ppo"
+    given = grpo.Config(algorithm="dapo")
+    assert checked_config(given, grpo.GEOQA.rewards).loss_fn == "ppo" and given.loss_fn == "importance_sampling"
     with pytest.raises(UserError, match="--overlong-penalty does not fit into --max-tokens 3"):
         checked_config(grpo.Config(algorithm="dapo", max_tokens=3), grpo.GEOQA.rewards)
 
