@@ -7,13 +7,12 @@ Each step draws G completions for each of B questions, rewards a right final \\b
 completions that beat their group's mean more likely (GRPO: DeepSeekMath, arXiv 2402.03300, section 4.1).
 
 Where this differs from the paper, and why; the numbers stand again at the lines that do it:
- 1. The advantage is reward - mean. The paper also divides by the group's standard deviation (`--advantage grpo_std`);
-    the experiment reproduced here does not, and dividing over-weights questions that are almost always or almost never
-    solved.
+ 1. The advantage is reward - mean. The paper also divides by the group's standard deviation (`--advantage grpo_std`),
+    which over-weights questions that are almost always or almost never solved; the article does not.
  2. By default one update a batch, so no clipping: the loss is -ratio * advantage with ratio = exp(logp - old_logp),
     which is 1 up to rounding. `old_logp` is what the sampler gave the token when it drew it. With clipping:
     `--loss-fn ppo --updates-per-rollout 2`.
- 3. No KL term to a reference model, as in the experiment reproduced here (`--kl-coef` adds one).
+ 3. No KL term to a reference model, as in the article (`--kl-coef` adds one).
  4. The mean runs over all completion tokens of the step. The paper takes it within each row first, which makes a token
     of a long wrong answer count less than one of a short wrong answer.
  5. Groups whose rewards are all equal have no signal: they are skipped and counted.
@@ -21,10 +20,14 @@ Where this differs from the paper, and why; the numbers stand again at the lines
     softmax over the remaining vocabulary.
 """
 
+if __name__ == "__main__":  # before torch, so that Ctrl-C is no traceback while libraries load
+    from support.interrupts import quiet_while_loading
+
+    quiet_while_loading()
+
 import dataclasses
 import itertools
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -37,19 +40,20 @@ from tqdm import tqdm
 from transformers import DynamicCache
 
 from geoqa import Question, format_question, load_geoqa
-from losses import LOSS_FNS, LOSS_REDUCTIONS, clip_counts, clip_metrics, log_ratio, ratio_metrics, reduction_of, token_losses
+from losses import LOSS_FNS, LOSS_REDUCTIONS, clip_metrics, micro_batch_loss, ratio_metrics, reduction_of
 from report import write_report
-from reward import Reading, read_choice, reward_completion
+from reward import Reading, overlong_penalty, read_choice, reward_completion
 from support.branching import Branches
-from support.checkpoints import NonFinite, nonfinite_record
-from support.command_line import check_config, reward_weights, run_command_line, with_preset
+from support.checkpoints import NonFinite
+from support.command_line import checked_config, reward_weights, run_command_line
 from support.cost import Meter, StepClock
 from support.errors import UserError
 from support.kv_cache import join_caches
 from support.metrics import batch_metrics, update_metrics
-from support.models import add_lora, checkpoints_activations, kernels_line, load_base, pick_device
+from support.models import (add_lora, checkpoints_activations, image_ids, kernels_line, load_base, pick_device,
+                            stop_ids)
 from support.order import Order, uniform_numbers
-from support.padding import left_padded, rectangle
+from support.padding import left_padded, micro_batches, rectangle
 from support.plan import Algorithm, fit_memory, memory_phase, plan_text
 from support.run_settings import RunSettings, flag
 from support.rundir import RunDir, free_run_path
@@ -58,12 +62,11 @@ from vision_tokens import encode, encode_figures, figure_inputs, rotary_position
 LOGIT_CHUNK = 256  # tokens whose logits exist at once in the learner: 0.25 GB in float32, and a few copies of it
 PREFILL_TOKENS = 4096  # prompt tokens, padding included, that go through the model at once in the sampler
 TOKENS_PER_MICRO_BATCH = 8192  # where no memory plan has set it
-CHECK_EVERY = {"cuda": 16, "cpu": 1}  # tokens between two looks for finished rows: a look makes a GPU wait for its queue
+CHECK_EVERY = {"cuda": 16, "cpu": 1}  # tokens between two looks for finished rows, for which a GPU empties its queue
 MOST_CANDIDATES = 4  # dynamic sampling draws at most so many times --batch-size questions a step
 
 
 # ---------------------------------------------------------------------------------------------------------- Config
-
 
 @dataclass
 class Config(RunSettings):
@@ -108,7 +111,6 @@ class Config(RunSettings):
 
 # ------------------------------------------------------------------------------------------------------------ Task
 
-
 @dataclass(frozen=True)
 class Task:
     """What is asked, and how answers are judged: all of the program that is about geometry."""
@@ -129,21 +131,22 @@ GEOQA = Task(load_questions, format_question, read_choice, {"right": lambda answ
 
 # ---------------------------------------------------------------------------------------------------------- Policy
 
-
 @dataclass
 class Policy:
     """A frozen base with a trainable LoRA adapter, and what turns text and figures into its input."""
 
-    model: object  # peft.PeftModel, or the bare base
+    model: object  # peft.PeftModel; a teacher is a bare transformers model
     tokenizer: object
     image_processor: object
-    stop_ids: torch.Tensor  # tokens that end a completion
-    forbidden_ids: torch.Tensor  # (6) image tokens: probability 0 in the sampler and in the learner
     revision: str = "local"
+
+    def __post_init__(self):
+        self.stop_ids = stop_ids(self.base, self.tokenizer)  # end a completion
+        self.forbidden_ids = image_ids(self.base)  # (6) have probability 0 in the sampler and in the learner
 
     @property
     def base(self):
-        """The transformers model; PEFT has put the adapter's layers into it. A teacher has no adapter."""
+        """The transformers model; PEFT has put the adapter's layers into it."""
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
     @property
@@ -155,33 +158,21 @@ class Policy:
 
 
 def load_policy(config):
-    """Config -> Policy. On CUDA an NF4 base in bf16, on a CPU a float32 base; the adapter is float32 on both.
+    """Config -> Policy. On CUDA an NF4 base in bf16, on a CPU a float32 base; the adapter is float32 on both (6).
 
     Raises UserError where there is no GPU, no such model, or a model of another kind than models.SUPPORTED_MODELS.
     """
-    policy = load_frozen(config.base_model, config)
+    device = pick_device(config.device)
+    policy = Policy(*load_base(config.base_model, device, config.quantization, config.fused_kernels))
     if checkpoints_activations(config.activation_checkpointing, policy.device.type):
         policy.base.activation_checkpointing_enable()
     torch.manual_seed(config.seed)  # the adapter's start
-    policy.model = add_lora(policy.base, config.base_model, config.lora_rank, config.adapter)  # (6)
+    policy.model = add_lora(policy.base, config.base_model, config.lora_rank, config.adapter)
     tqdm.write(kernels_line(policy.base, config.fused_kernels))
     return policy
 
 
-def load_frozen(name, config):
-    """A model from the hub or a folder as a Policy without adapter: the base of the policy, or a teacher."""
-    base, tokenizer, image_processor, revision = load_base(name, pick_device(config.device), config.quantization,
-                                                           config.fused_kernels)
-    stop_ids = base.generation_config.eos_token_id
-    stop_ids = {tokenizer.eos_token_id, *(stop_ids if isinstance(stop_ids, list) else [stop_ids])} - {None}
-    forbidden_ids = {getattr(base.config, name, None) for name in (
-        "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")} - {None}
-    return Policy(base, tokenizer, image_processor, torch.tensor(sorted(stop_ids), device=base.device),
-                  torch.tensor(sorted(forbidden_ids), device=base.device), revision)
-
-
 # ------------------------------------------------------------------------------------------------------------ Rows
-
 
 @dataclass(eq=False)
 class Prompt:
@@ -233,16 +224,14 @@ def encode_prompts(policy, questions, task, max_image_tokens=1024, with_solution
 
 # --------------------------------------------------------------------------------------------------------- Sampler
 
-
 @memory_phase("sampling", "--rollouts-at-once")
 @torch.no_grad()
 def sample(policy, prompts, max_tokens, temperature=1.0, top_p=1.0, uniforms=None):
     """Draws a completion of at most `max_tokens` tokens for each of `prompts`, at once -> [Completion].
 
     A Prompt that stands in the list G times is prefilled once. `uniforms` (n, max_tokens) in [0, 1) decide the draws;
-    None: fresh ones. Temperature 0 decodes greedily (logprobs are then those at temperature 1); top_p < 1 draws from
-    the nucleus but still reports logprobs of the full softmax. Both are for evaluation.
-    Raises UserError where prompt and completion together exceed the model's context.
+    None: fresh ones. For evaluation: temperature 0 decodes greedily (logprobs are then those at 1); top_p < 1 draws
+    from the nucleus, but reports logprobs of the full softmax. UserError where a row exceeds the model's context.
     """
     model, device, n = policy.base.eval(), policy.device, len(prompts)
     cache, logits, visible, position = prefill(policy, prompts, max_tokens)
@@ -258,14 +247,13 @@ def sample(policy, prompts, max_tokens, temperature=1.0, top_p=1.0, uniforms=Non
             if t + 1 == max_tokens:
                 break
             if (t + 1) % check_every == 0:
-                recent = tokens[row, t + 1 - check_every:t + 1]
-                keep = (~torch.isin(recent, policy.stop_ids).any(1)).nonzero()[:, 0]
+                stopped = torch.isin(tokens[row, t + 1 - check_every:t + 1], policy.stop_ids).any(1)
+                keep = (~stopped).nonzero()[:, 0]
                 if len(keep) == 0:
                     break
                 if len(keep) < len(row):
                     cache.reorder_cache(keep)
                     row, token, visible, position = row[keep], token[keep], visible[keep], position[keep]
-                bar.set_postfix_str(f"{len(row)} of {n} rows unfinished", refresh=False)
             # Positions are given: model.rope_deltas is state that goes stale when rows are expanded or dropped.
             # The mask has 4 dimensions: transformers inspects a 2-D mask on the host, a GPU sync for every token.
             logits = model(input_ids=token[:, None], position_ids=(position + t).expand(3, -1)[..., None],
@@ -275,16 +263,14 @@ def sample(policy, prompts, max_tokens, temperature=1.0, top_p=1.0, uniforms=Non
 
 
 def prefill(policy, prompts, max_tokens):
-    """Runs each distinct prompt through the model, a few at a time, and gives every row its prompt's results.
-
-    -> (cache of all rows; logits of their first token (n, V); columns that a row may see, (n, P + max_tokens) bool, P
-    the longest prompt; position of its first token (n,)).
+    """Runs each distinct prompt through the model, a few at a time -> the cache of all rows (n), and for each row its
+    first token's logits (n, V), the columns that it may see (n, P + max_tokens), its first token's position (n,).
     """
     distinct = list(dict.fromkeys(prompts))
     ids, visible, positions = left_padded(distinct, policy.device)
     if ids.shape[1] + max_tokens > (context := policy.base.config.text_config.max_position_embeddings):
-        raise UserError(f"a prompt of {ids.shape[1]} tokens and --max-tokens {max_tokens} exceed the model's context of "
-                        f"{context}")
+        raise UserError(f"a prompt of {ids.shape[1]} tokens and --max-tokens {max_tokens} exceed the model's context "
+                        f"of {context}")
     parts, at_once = [], max(1, PREFILL_TOKENS // ids.shape[1])
     for i in range(0, len(distinct), at_once):
         part = slice(i, i + at_once)
@@ -293,8 +279,7 @@ def prefill(policy, prompts, max_tokens):
                               **figure_inputs([prompt.figure for prompt in distinct[part]]))
         parts.append((outputs.cache, outputs.logits[:, -1]))
     cache, logits = join_caches([cache for cache, _ in parts]), torch.cat([logits for _, logits in parts])
-    index = {prompt: i for i, prompt in enumerate(distinct)}
-    index = torch.tensor([index[prompt] for prompt in prompts], device=policy.device)
+    index = torch.tensor([distinct.index(prompt) for prompt in prompts], device=policy.device)
     cache.reorder_cache(index)
     position = torch.tensor([prompt.next_position for prompt in prompts], device=policy.device)
     return cache, logits[index], F.pad(visible[index], (0, max_tokens), value=True), position
@@ -302,13 +287,11 @@ def prefill(policy, prompts, max_tokens):
 
 def cut_completions(policy, prompts, tokens, logprobs, entropies):
     """(n, T) of what was drawn -> [Completion], each cut behind its first stop token."""
-    is_stop = torch.isin(tokens, policy.stop_ids).cpu()
-    columns, rows = [x.cpu() for x in (tokens, logprobs, entropies)], []
-    for i, prompt in enumerate(prompts):
-        stops = is_stop[i].nonzero()
-        length = int(stops[0]) + 1 if len(stops) else tokens.shape[1]
-        rows.append(Completion(prompt, *(x[i, :length].clone() for x in columns), torch.ones(length, dtype=torch.bool),
-                               finished=len(stops) > 0))
+    stops, rows = torch.isin(tokens, policy.stop_ids).cpu(), []
+    for prompt, stop, *drawn in zip(prompts, stops, tokens.cpu(), logprobs.cpu(), entropies.cpu()):
+        length = int(stop.int().argmax()) + 1 if stop.any() else len(stop)
+        rows.append(Completion(prompt, *(x[:length].clone() for x in drawn), torch.ones(length, dtype=torch.bool),
+                               finished=bool(stop.any())))
     return rows
 
 
@@ -322,12 +305,7 @@ def draw_tokens(logits, forbidden_ids, temperature, top_p, uniforms):
     """(n, V) logits -> the tokens drawn (n,), their log-probabilities (n,), and the entropy of what they came from."""
     logprobs = allowed_logprobs(logits, forbidden_ids, temperature)
     token = draw(logprobs, temperature, top_p, uniforms)
-    return token, logprobs.gather(1, token[:, None])[:, 0], entropy_of(logprobs)
-
-
-def entropy_of(logprobs):
-    """(..., V) -> (...) nats."""
-    return torch.special.entr(logprobs.exp()).sum(-1)
+    return token, logprobs.gather(1, token[:, None])[:, 0], torch.special.entr(logprobs.exp()).sum(-1)
 
 
 def draw(logprobs, temperature, top_p, uniforms):
@@ -362,22 +340,12 @@ def generate(policy, prompts, max_tokens, temperature=1.0, top_p=1.0, uniforms=N
         **figure_inputs([prompt.figure for prompt in prompts]))[:, ids.shape[1]:]
     rows = cut_completions(policy, prompts, tokens, *torch.zeros(2, *tokens.shape))
     for micro in micro_batches(rows, TOKENS_PER_MICRO_BATCH):
-        results = completion_logprobs(policy, micro, temperature, with_entropies=True)
-        for row, logprobs, entropies in zip(micro, *(x.cpu() for x in results)):
-            row.logprobs, row.entropies = logprobs[:len(row.tokens)], entropies[:len(row.tokens)]
+        for row, *found in zip(micro, *completion_logprobs(policy, micro, temperature, with_entropies=True)):
+            row.logprobs, row.entropies = (x[:len(row.tokens)].cpu() for x in found)
     return rows
 
 
 SAMPLERS = {"loop": sample, "generate": generate}
-
-
-def sample_in_waves(policy, prompts, config, temperature, uniforms):
-    """Draws a completion for each prompt, at most --rollouts-at-once together -> [Completion]."""
-    rows, at_once = [], config.rollouts_at_once or len(prompts)
-    for i in range(0, len(prompts), at_once):
-        rows += SAMPLERS[config.sampler](policy, prompts[i:i + at_once], config.max_tokens, temperature, config.top_p,
-                                         uniforms[i:i + at_once])
-    return rows
 
 
 # ----------------------------------------------------------------------------------------------------- Advantages
@@ -385,8 +353,8 @@ def sample_in_waves(policy, prompts, config, temperature, uniforms):
 # A rule takes the rewards (B, G) of B groups and gives the advantages (B, G).
 
 
-def reward_minus_mean(rewards):
-    """What GRPO is (1): better than the group's mean is good."""
+def reward_minus_mean(rewards):  # (1)
+    """A completion that beats its group's mean becomes more likely."""
     return rewards - rewards.mean(1, keepdim=True)
 
 
@@ -406,20 +374,12 @@ def equal_rewards(rewards):
 def group_advantages(rewards, rule="grpo"):
     """(B, G) rewards -> (B, G) advantages by a rule of ADVANTAGES.
 
-    Exactly 0 for a group whose rewards are all equal (5): rounding of the mean would leave noise there, which dividing
-    by a deviation near 0 would blow up.
+    Exactly 0 for a group whose rewards are all equal (5), where rounding of the mean would leave noise.
     """
     return ADVANTAGES[rule](rewards).masked_fill(equal_rewards(rewards)[:, None], 0.0)
 
 
-def overlong_penalty(lengths, max_tokens):
-    """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13), over the last quarter: 0 up to it, -1 at the limit."""
-    cache = max_tokens // 4
-    return ((max_tokens - cache - lengths) / cache).clamp(-1.0, 0.0)
-
-
 # --------------------------------------------------------------------------------------------------------- Learner
-
 
 def completion_logprobs(policy, rows, temperature, with_entropies=False):
     """Log-probabilities (n, T) with gradients of completions of ONE prompt, under the policy as it is now.
@@ -446,10 +406,10 @@ def completion_logprobs(policy, rows, temperature, with_entropies=False):
 
 
 def token_logprobs(head, states, tokens, forbidden_ids, temperature, with_entropies):
-    """(N, H) states and (N,) tokens -> a tuple of the tokens' log-probabilities (N,), and where asked entropies (N,)."""
+    """(N, H) states and (N,) tokens -> the tokens' log-probabilities (N,), and where asked entropies (N,), a tuple."""
     logprobs = allowed_logprobs(head(states), forbidden_ids, temperature)
     chosen = logprobs.gather(1, tokens[:, None])[:, 0]
-    return (chosen, entropy_of(logprobs)) if with_entropies else (chosen,)
+    return (chosen, torch.special.entr(logprobs.exp()).sum(-1)) if with_entropies else (chosen,)
 
 
 @memory_phase("learning", "--tokens-per-micro-batch")
@@ -464,30 +424,12 @@ def frozen_logprobs(policy, rows, config):
     return [found[row] for row in rows]
 
 
-def micro_batches(rows, budget):
-    """Cuts rows into lists for one forward pass each: completions of one prompt, which counts once, in `budget` tokens.
-
-    Completions count as long as the longest, since recurrent layers pad them; so those of like length come together.
-    A row that is alone may be longer than the budget.
-    """
-    batches = []
-    for prompt, group in itertools.groupby(rows, key=lambda row: row.prompt):
-        batch = []
-        for row in sorted(group, key=lambda row: len(row.tokens)):
-            if batch and len(prompt.ids) + (len(batch) + 1) * len(row.tokens) > budget:
-                batches.append(batch)
-                batch = []
-            batch.append(row)
-        batches.append(batch)
-    return batches
-
-
 @memory_phase("learning", "--tokens-per-micro-batch")
 def accumulate_gradients(policy, micros, config):
     """Adds the gradient of the reduced loss over all rows of the micro-batches to the adapter's.
 
-    -> (loss, the rows' log-probabilities [(T,)], clip_counts (3,) or None). The denominators are fixed before the
-    micro-batches, so the way rows are cut into them changes nothing.
+    -> (loss, the rows' log-probabilities [(T,)], clip_counts or None). Denominators are fixed before the micro-batches,
+    so the way rows are cut into them changes nothing.
     """
     policy.base.train()  # activation checkpointing works in training mode only; nothing here has dropout
     rows = [row for micro in micros for row in micro]
@@ -499,33 +441,18 @@ def accumulate_gradients(policy, micros, config):
         loss, clipped = micro_batch_loss(micro, current, config)
         loss = (loss * weight[:, :loss.shape[1]]).sum()
         loss.backward()
-        total, counts = total + loss.detach(), counts + clipped
+        total, counts = total + loss.detach(), counts + [clipped]
         logprobs += [own[:len(row.tokens)] for row, own in zip(micro, current.detach())]
     logprobs = torch.cat(logprobs).cpu().split([len(row.tokens) for row in rows])
-    return float(total), logprobs, sum(counts) if counts else None
-
-
-def micro_batch_loss(micro, logprobs, config):
-    """-> the loss of each token (n, T), 0 on those that do not train, and [clip_counts], empty for a loss without."""
-    mask, old = (rectangle(micro, name, logprobs.device) for name in ("trained", "logprobs"))
-    advantages = pad_sequence([row.advantage + torch.zeros(len(row.tokens)) for row in micro], batch_first=True)
-    advantages = advantages.to(logprobs.device)
-    logprobs, old = (x.masked_fill(~mask, 0.0) for x in (logprobs, old))  # a tool's token may have any
-    loss, bites = token_losses(config.loss_fn, logprobs, old, advantages, mask, low=config.clip_low,
-                               high=config.clip_high)
-    if config.kl_coef:  # (3) k3 estimate of KL(policy || base)
-        log = log_ratio(rectangle(micro, "reference_logprobs", logprobs.device).masked_fill(~mask, 0.0), logprobs)
-        loss = loss + config.kl_coef * (log.exp() - 1 - log)
-    return loss.masked_fill(~mask, 0.0), [] if bites is None else [clip_counts(bites, advantages, mask)]
+    return float(total), logprobs, None if None in counts else sum(counts)
 
 
 def update(policy, optimizer, rows, config):
     """Learns from the rows that train: `updates_per_rollout` passes (2) over shuffled minibatches. Gives metrics.
 
-    A minibatch is a union of whole micro-batches, which are cut once. Metrics are means over the optimiser steps (of
-    ratio_min and ratio_max the extremes); dlogp and *_first come from the first step, where the learner is still the
-    sampling policy. Loss, gradients and log-probabilities are checked before the optimiser is touched: NonFinite is
-    raised, or with `--on-nonfinite skip` the minibatch left out and counted.
+    A minibatch is a union of whole micro-batches, which are cut once. dlogp comes from the first optimiser step, where
+    the learner is still the sampling policy. Loss, gradients and log-probabilities are checked before the optimiser is
+    touched: NonFinite is raised, or with `--on-nonfinite skip` the minibatch left out and counted.
     """
     steps, nonfinite, dlogp = [], 0, None
     micros = micro_batches(rows, config.tokens_per_micro_batch or TOKENS_PER_MICRO_BATCH)
@@ -536,17 +463,14 @@ def update(policy, optimizer, rows, config):
             loss, logprobs, counts = accumulate_gradients(policy, minibatch, config)
             norm = float(torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm or math.inf))
             these = [row for micro in minibatch for row in micro]
-            mask, old, new = (torch.cat(parts) for parts in (
-                [row.trained for row in these], [row.logprobs for row in these], logprobs))
-            old, new = old[mask], new[mask]
+            old = torch.cat([row.logprobs[row.trained] for row in these])
+            new = torch.cat([own[row.trained] for own, row in zip(logprobs, these)])
             if not (math.isfinite(loss + norm) and (new + old).isfinite().all()):
                 optimizer.zero_grad(set_to_none=True)
                 nonfinite += 1
                 if config.on_nonfinite == "skip":
                     continue
-                raise NonFinite(f"loss {loss}, gradient norm {norm}: stopped before the adapter was touched; "
-                                "--on-nonfinite skip leaves such a batch out",
-                                nonfinite_record(these, logprobs, loss, norm))
+                raise NonFinite(these, logprobs, loss, norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             dlogp = (new - old).abs() if dlogp is None else dlogp
@@ -557,58 +481,53 @@ def update(policy, optimizer, rows, config):
 
 # ------------------------------------------------------------------------------------------------------------ Loop
 
-
 @dataclass
 class Batch:
-    """B questions with G judged completions each: those of question b are rows b*G to (b+1)*G - 1."""
+    """Judged completions of a step: those of its b-th question are rows b*G to (b+1)*G - 1."""
 
-    questions: list
     rows: list[Completion]
-    sampling_seconds: float
-    waves: int = 1  # times that dynamic sampling asked for questions
+    group_size: int
+    waves: int = 1  # times that questions were drawn
 
     @property
-    def group_size(self):
-        return len(self.rows) // len(self.questions)
+    def questions(self):
+        return [row.prompt.question for row in self.rows[::self.group_size]]
 
     @property
     def rewards(self):
-        """(B, G)"""
-        return torch.tensor([row.reward for row in self.rows]).view(len(self.questions), -1)
+        return torch.tensor([row.reward for row in self.rows]).view(-1, self.group_size)  # (B, G)
 
 
-def draw_batch(policy, draws, config, task):
-    """[(key, question)] -> Batch: encode, sample, read, reward."""
-    questions = [question for _, question in draws]
-    prompts = encode_prompts(policy, questions, task, config.max_image_tokens)
-    started = time.perf_counter()
-    rows = sample_in_waves(policy, [prompt for prompt in prompts for _ in range(config.group_size)], config,
-                           config.temperature, uniform_numbers([key for key, _ in draws], config.group_size,
-                                                               config.max_tokens))
-    seconds, weights = time.perf_counter() - started, reward_weights(config.reward, task.rewards)
+def answer(policy, draws, config, task):
+    """[(key, question)] -> [Completion], `group_size` for each question: encode, sample, read."""
+    prompts = encode_prompts(policy, [question for _, question in draws], task, config.max_image_tokens)
+    prompts = [prompt for prompt in prompts for _ in range(config.group_size)]
+    uniforms = uniform_numbers([key for key, _ in draws], config.group_size, config.max_tokens)
+    rows, at_once = [], config.rollouts_at_once or len(prompts)
+    for i in range(0, len(prompts), at_once):
+        rows += SAMPLERS[config.sampler](policy, prompts[i:i + at_once], config.max_tokens, config.temperature,
+                                         config.top_p, uniforms[i:i + at_once])
     for row in rows:
-        read(policy, row, task)
-        reward_completion(row, task.rewards, weights)
-    return Batch(questions, rows, seconds)
+        row.text = policy.tokenizer.decode(row.tokens, skip_special_tokens=True)
+        row.reading = task.read(row.text, row.prompt.question)
+    return rows
 
 
-def read(policy, row, task):
-    """Sets the row's text, without the stop token, and its reading."""
-    row.text = policy.tokenizer.decode(row.tokens, skip_special_tokens=True)
-    row.reading = task.read(row.text, row.prompt.question)
-
-
-def draw_informative_batch(policy, order, config, task):
-    """Dynamic sampling (DAPO, section 3.2): questions are drawn until `batch_size` groups have unequal rewards, or
-    MOST_CANDIDATES times as many were drawn. Each wave asks only for what is missing -> all the candidates as a Batch.
+def draw_batch(policy, order, config, task):
+    """-> Batch. Dynamic sampling (DAPO, section 3.2) goes on until `batch_size` groups have unequal rewards, or
+    MOST_CANDIDATES times as many questions were drawn; it asks only for what is missing.
     """
-    waves, missing, left = [], config.batch_size, config.batch_size * MOST_CANDIDATES
+    weights, missing = reward_weights(config.reward, task.rewards), config.batch_size
+    batch, left = Batch([], config.group_size, 0), missing * (MOST_CANDIDATES if config.dynamic_sampling else 1)
     while missing and left:
-        waves.append(draw_batch(policy, order.take(min(missing, left)), config, task))
-        left -= len(waves[-1].questions)
-        missing -= int((~equal_rewards(waves[-1].rewards)).sum())
-    return Batch([question for wave in waves for question in wave.questions], [row for wave in waves for row in wave.rows],
-                 sum(wave.sampling_seconds for wave in waves), len(waves))
+        draws = order.take(min(missing, left))
+        wave = Batch(answer(policy, draws, config, task), config.group_size)
+        for row in wave.rows:
+            reward_completion(row, task.rewards, weights)
+        batch = Batch(batch.rows + wave.rows, config.group_size, batch.waves + 1)
+        left -= len(draws)
+        missing -= int((~equal_rewards(wave.rewards)).sum())
+    return batch
 
 
 def set_advantages(batch, config):
@@ -637,28 +556,17 @@ def train_step(policy, optimizer, order, config, task=GEOQA, teacher=None):
     `teacher(batch)` sets each row's advantage, (T,), in place of the comparison, and gives metrics.
     """
     clock = StepClock(policy.device)
-    if config.dynamic_sampling:
-        batch = draw_informative_batch(policy, order, config, task)
-    else:
-        batch = draw_batch(policy, order.take(config.batch_size), config, task)
+    batch = draw_batch(policy, order, config, task)
     clock.sampled()
     shaped = set_advantages(batch, config)
     extra = teacher(batch) if teacher else {}
-    if config.kl_coef:
-        extra |= compare_with_base(policy, batch.rows, config)
+    if config.kl_coef:  # (3)
+        with policy.model.disable_adapter():
+            for row, logprobs in zip(batch.rows, frozen_logprobs(policy, batch.rows, config)):
+                row.reference_logprobs = logprobs
     learned = update(policy, optimizer, training_rows(batch, config), config)
     clock.learned()
-    return batch_metrics(batch, shaped) | extra | learned | clock.metrics(), batch
-
-
-def compare_with_base(policy, rows, config):
-    """Sets each row's reference_logprobs, those of the policy with its adapter off; gives the KL estimate k1."""
-    with policy.model.disable_adapter():
-        reference = frozen_logprobs(policy, rows, config)
-    for row, logprobs in zip(rows, reference):
-        row.reference_logprobs = logprobs
-    differences = torch.cat([(row.logprobs - row.reference_logprobs)[row.trained] for row in rows])
-    return {"trainer/base_kl_k1": differences.mean().item()}
+    return batch_metrics(batch, shaped, clock.sampling) | extra | learned | clock.metrics(), batch
 
 
 def train(config, task=GEOQA, load_teacher=None):
@@ -671,8 +579,7 @@ def train(config, task=GEOQA, load_teacher=None):
     teacher = load_teacher(policy, config) if load_teacher else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     with run:  # what ends it early leaves the last complete step as a checkpoint
-        start = "adapter" if config.adapter else "base"
-        before = evaluate_policy(policy, questions["test"], run, task, start) if config.evaluate else None
+        before = evaluate_policy(policy, questions["test"], run, task) if config.evaluate else None
         torch.manual_seed(config.seed)  # what is drawn from torch does not depend on whether an evaluation ran
         done, drawn = run.restore(policy, optimizer)  # 0, 0 except with --resume
         order = Order(questions["train"], config.seed, drawn)
@@ -682,8 +589,7 @@ def train(config, task=GEOQA, load_teacher=None):
             if order.step == config.steps or (config.save_every and order.step % config.save_every == 0):
                 run.checkpoint()
                 write_report(run.path)
-        end = f"step-{config.steps}"
-        after = evaluate_policy(policy, questions["test"], run, task, end) if config.evaluate else None
+        after = evaluate_policy(policy, questions["test"], run, task, config.steps) if config.evaluate else None
         run.finish(before, after)
     write_report(run.path)
     return run.path
@@ -692,7 +598,7 @@ def train(config, task=GEOQA, load_teacher=None):
 def evaluate(config, task=GEOQA):
     """Evaluates the base policy, or the one with `--adapter`; gives the summary that `results.json` holds."""
     run, policy, questions = prepare(config, task, with_train=False)
-    records = evaluate_policy(policy, questions["test"], run, task, "adapter" if config.adapter else "base")
+    records = evaluate_policy(policy, questions["test"], run, task)
     results = run.finish(None, records) if config.adapter else run.finish(records, None)
     run.close()
     write_report(run.path)
@@ -704,8 +610,7 @@ def prepare(config, task, with_train):
 
     The cheap checks come first: a wrong flag or data set ends the run before gigabytes of weights are fetched.
     """
-    config = with_preset(config)
-    check_config(config, task.rewards)
+    config = checked_config(config, task.rewards)
     pick_device(config.device)
     path = free_run_path(config)
     questions = {"train": task.load(config, "train")} if with_train else {}
@@ -717,27 +622,23 @@ def prepare(config, task, with_train):
     if policy.device.type == "cuda":
         config = fit_memory(ALGORITHM, policy, task, asked, config)
     run = RunDir(path, config, {"model": policy.revision, "dataset": asked.revision})
-    for each in questions.values():
-        run.tell(each.notes)
+    run.tell(note for split in questions.values() for note in split.notes)
     if with_train and config.batch_size > len(questions["train"]):
         run.tell([f"{len(questions['train'])} training questions are fewer than --batch-size: a step repeats some"])
     return run, policy, questions
 
 
-def evaluate_policy(policy, questions, run, task, name):
+def evaluate_policy(policy, questions, run, task, step=0):
     """Answers `questions` (greedy by default), writes `eval-NAME.json` and gives its rows, one dict a question."""
-    config = run.config
+    name = f"step-{step}" if step else "adapter" if run.config.adapter else "base"
     if records := run.evaluation(name):
         return records  # made before the run was interrupted
+    config = dataclasses.replace(run.config, temperature=run.config.eval_temperature, group_size=1)
     records, meter = [], Meter(policy.device)
     with tqdm(total=len(questions), desc=f"evaluating {name}", disable=None) as bar:
         for first in range(0, len(questions), config.eval_batch_size):
             places = range(first, min(first + config.eval_batch_size, len(questions)))
-            prompts = encode_prompts(policy, [questions[i] for i in places], task, config.max_image_tokens)
-            rows = sample_in_waves(policy, prompts, config, config.eval_temperature, uniform_numbers(
-                [(config.seed, 0, i) for i in places], 1, config.max_tokens))
-            for row in rows:
-                read(policy, row, task)
+            rows = answer(policy, [((config.seed, 0, i), questions[i]) for i in places], config, task)
             records += run.evaluation_records(rows)
             bar.update(len(rows))
     run.save_evaluation(name, records, meter.evaluation())
@@ -746,14 +647,12 @@ def evaluate_policy(policy, questions, run, task, name):
 
 def main(config, task=GEOQA, load_teacher=None):
     if config.plan:
-        config = with_preset(config)
-        check_config(config, task.rewards)
-        return print(plan_text(ALGORITHM, config))
+        return print(plan_text(ALGORITHM, checked_config(config, task.rewards)))
     return evaluate(config, task) if config.eval_only else train(config, task, load_teacher)
 
 
-ALGORITHM = Algorithm(prefill, draw_tokens, token_logprobs, accumulate_gradients, encode_prompts, Completion, LOGIT_CHUNK,
-                      PREFILL_TOKENS)  # what the memory plan runs
+ALGORITHM = Algorithm(prefill, draw_tokens, token_logprobs, accumulate_gradients, encode_prompts, Completion,
+                      LOGIT_CHUNK, PREFILL_TOKENS)  # what the memory plan runs
 
 if __name__ == "__main__":
     run_command_line(Config, main)

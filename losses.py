@@ -1,17 +1,19 @@
 """The losses, each with its paper's formula. A fork that tries a new one adds a function and an entry in LOSS_FNS.
 
-A loss takes (n, T) tensors: `logprobs` of the policy as it is now, with gradients; `old_logprobs`, what the sampler gave
-each token when it drew it; `advantages`; and `mask`, True on the tokens that train. Its bounds are keyword arguments.
-It gives `(loss, bites)`: the loss of each token (n, T), and where its bound cuts the gradient off, (n, T), or (n, 1) for
-a loss that clips whole rows, or None. A loss alone is taken as (loss, None). What stands outside the mask is ignored.
+A loss takes (n, T) tensors: `logprobs` of the policy as it is now, with gradients; `old_logprobs`, what the sampler
+gave each token when it drew it; `advantages`; and `mask`, True on the tokens that train. Its bounds are keyword
+arguments. It gives `(loss, bites)`: the loss of each token (n, T), and where its bound bites: (n, T) bool, or (n, 1)
+for a loss that clips whole rows, or None. A loss alone is taken as (loss, None). What is outside the mask is ignored.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from support.errors import UserError
+from support.padding import rectangle
 
 MAX_LOG_RATIO = 20.0  # log-ratios are clamped to +-20: squares of larger ratios overflow float32 in the gradient's norm
 
@@ -47,7 +49,7 @@ def cispo(logprobs, old_logprobs, advantages, mask, low=0.0, high=4.0):
 
 
 def gspo(logprobs, old_logprobs, advantages, mask, low=3e-4, high=4e-4):
-    """-min(s A, clip(s, 1 - low, 1 + high) A), s the exp of the row's mean log-ratio (GSPO, arXiv 2507.18071, eq. 5)."""
+    """-min(s A, clip(s, 1 - low, 1 + high) A), s the exp of the row's mean log-ratio (arXiv 2507.18071, eq. 5)."""
     mean = ((logprobs - old_logprobs) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
     s = mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # (n, 1) geometric mean of a row's token ratios
     loss = -torch.minimum(s * advantages, s.clamp(1 - low, 1 + high) * advantages)
@@ -84,6 +86,23 @@ def token_losses(name, logprobs, old_logprobs, advantages, mask, **bounds):
         raise UserError(f"--loss-fn {name} gives a loss of shape {tuple(loss.shape)}; it must give one for each token, "
                         f"{tuple(mask.shape)}")
     return loss, bites
+
+
+def micro_batch_loss(rows, logprobs, config):
+    """-> the loss of each token (n, T), 0 on those that do not train, and clip_counts or None.
+
+    `logprobs` (n, T), with gradients, are those of the policy as it is now.
+    """
+    mask, old = (rectangle(rows, name, logprobs.device) for name in ("trained", "logprobs"))
+    advantages = pad_sequence([row.advantage + torch.zeros(len(row.tokens)) for row in rows], batch_first=True)
+    advantages = advantages.to(logprobs.device)
+    logprobs, old = (x.masked_fill(~mask, 0.0) for x in (logprobs, old))  # a tool's token may have any, even -inf
+    loss, bites = token_losses(config.loss_fn, logprobs, old, advantages, mask, low=config.clip_low,
+                               high=config.clip_high)
+    if config.kl_coef:  # k3 estimate of KL(policy || base)
+        log = log_ratio(rectangle(rows, "reference_logprobs", logprobs.device).masked_fill(~mask, 0.0), logprobs)
+        loss = loss + config.kl_coef * (log.exp() - 1 - log)
+    return loss.masked_fill(~mask, 0.0), None if bites is None else clip_counts(bites, advantages, mask)
 
 
 def reduction_of(name, reduction="auto"):

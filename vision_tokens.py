@@ -97,8 +97,9 @@ def encode(tokenizer, image_processor, text, image, max_image_tokens=1024, name=
     pixels = image_processor(images=[image], return_tensors="pt",
                              size={"shortest_edge": limits["min_pixels"], "longest_edge": limits["max_pixels"]})
     place = len(ids) - len(tail) + tail.index(tokenizer.convert_tokens_to_ids(IMAGE_TOKEN))
-    note = (f"the figure of {name} ({image.width}x{image.height} pixels) is downsized from {full:,} to {count:,} visual "
-            "tokens (--max-image-tokens)") if full > count else ""
+    note = "" if full == count else (
+        f"the figure of {name} ({image.width}x{image.height} pixels) is downsized from {full:,} to {count:,} visual tokens "
+        "(--max-image-tokens)")
     return Encoded(name, ids[:place] + [ids[place]] * count + ids[place + 1:], pixels["pixel_values"],
                    pixels["image_grid_thw"], count, note)
 
@@ -156,14 +157,14 @@ def encode_figures(model, prompts):
         if prompt.pixels is not None:
             numbers = prompt.visual_tokens, prompt.ids.count(image_id), len(features[id(prompt)].pooler_output[0])
             if len(set(numbers)) != 1:
-                raise UserError("{}: the formula gives {} visual tokens, the prompt has {} placeholders, the vision tower "
-                                "returns {} features: preprocessor_config.json does not fit the model".format(
+                raise UserError("{}: the formula gives {} visual tokens, the prompt has {} placeholders, the vision "
+                                "tower returns {} features: preprocessor_config.json does not fit the model".format(
                                     prompt.name, *numbers))
     return [features.get(id(prompt)) for prompt in prompts]
 
 
 def figures_at_once(prompts):
-    """Yields lists of those prompts with figures that have PATCHES_AT_ONCE patches together, or of one that has more."""
+    """Yields lists of prompts with figures of at most PATCHES_AT_ONCE patches together, or of one that has more."""
     together = []
     for prompt in prompts:
         if prompt.pixels is None:

@@ -6,8 +6,8 @@ import statistics
 import torch
 
 
-def batch_metrics(batch, shaped_rewards):
-    """A grpo.Step and its (B, G) rewards after the length penalty -> what the sampler did, as metrics.
+def batch_metrics(batch, shaped_rewards, sampling_seconds):
+    """A grpo.Batch and its (B, G) rewards after the length penalty -> what the sampler did, as metrics.
 
     They have the names of the experiment where it has them. Lengths and entropies are those of trained tokens.
     """
@@ -16,7 +16,11 @@ def batch_metrics(batch, shaped_rewards):
     equal = statistics.fmean(len({row.reward for row in group}) == 1 for group in groups)
     trained = torch.cat([row.trained for row in rows])
     tokens = trained.sum().item()
-    return {
+    base_kl = {}
+    if rows[0].reference_logprobs is not None:  # k1, see losses.ratio_metrics
+        away = torch.cat([row.logprobs - row.reference_logprobs for row in rows])
+        base_kl = {"trainer/base_kl_k1": away[trained].mean().item()}
+    return base_kl | {
         "reward": statistics.fmean(row.reward for row in rows),
         **{f"reward/{name}": statistics.fmean(row.rewards[name] for row in rows) for name in rows[0].rewards},
         "format_rate": statistics.fmean(row.reading.choice is not None for row in rows),
@@ -27,7 +31,7 @@ def batch_metrics(batch, shaped_rewards):
         "rollout/entropy": torch.cat([row.entropies for row in rows])[trained].mean().item(),
         "rollout/downsized_figures": sum(bool(group[0].prompt.note) for group in groups),
         "rollout/questions": len(batch.questions), "rollout/waves": batch.waves,
-        "rate/tokens_per_second": tokens / batch.sampling_seconds,
+        "rate/tokens_per_second": tokens / sampling_seconds,
         "memory/peak_gib": peak_memory_gib()}
 
 

@@ -37,7 +37,6 @@ def load_base(name, device, quantization="auto", fused=True):
 
     quiet_libraries(device)
     folder, revision = hub_folder(name, "model", ["*.json", "*.safetensors", "*.txt", "*.jinja"])
-    refuse_custom_code(name, folder)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if config.model_type not in SUPPORTED_MODELS:
@@ -57,6 +56,19 @@ def load_base(name, device, quantization="auto", fused=True):
     take_branches(model)
     fused_kernels(model, fused)
     return model.requires_grad_(False).eval(), tokenizer, image_processor, revision
+
+
+def stop_ids(model, tokenizer):
+    """The tokens that end a completion. The model's own config names only the end of a text, not that of a turn."""
+    ids = model.generation_config.eos_token_id
+    ids = {tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])} - {None}
+    return torch.tensor(sorted(ids), device=model.device)
+
+
+def image_ids(model):
+    """The tokens that stand for pictures and films. Drawn, they would be placeholders without features."""
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")
+    return torch.tensor(sorted({getattr(model.config, name, None) for name in names} - {None}), device=model.device)
 
 
 def precision(quantization, device_type):
@@ -114,17 +126,6 @@ def importable(package):
     except Exception:  # such packages fail in many ways where they do not fit torch or the GPU
         return False
     return True
-
-
-def refuse_custom_code(name, folder):
-    """Raises UserError for a model that brings Python code; without this the library may ask to run it."""
-    code = next(iter(sorted(folder.glob("*.py"))), None)
-    for file in sorted(folder.glob("*.json")) if code is None else []:
-        if file.stat().st_size < 2**20 and '"auto_map"' in file.read_text(encoding="utf-8", errors="replace"):
-            code = file
-    if code:
-        raise UserError(f"{name} brings code of its own ({code.name}), which is never run: take a model of "
-                        f"{', '.join(SUPPORTED_MODELS)} without any")
 
 
 # Every linear layer of the language model but the tiny gates: attention, gated delta net, MLP. Not the vision tower.

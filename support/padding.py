@@ -1,4 +1,6 @@
-"""Rows of unlike lengths -> one rectangle."""
+"""Rows of unlike lengths -> rectangles, and micro-batches."""
+
+import itertools
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,7 @@ def rectangle(rows, name, device="cpu"):
 
 
 def left_padded(prompts, device):
-    """Prompts with ids (P_i,) and positions (3, P_i) -> ids (B, P), where a token is (B, P) bool, positions (3, B, P)."""
+    """Prompts -> ids (B, P), where there is a token (B, P) bool, rotary positions (3, B, P)."""
     width = max(len(prompt.ids) for prompt in prompts)
 
     def stacked(tensors, dim=0):
@@ -20,3 +22,21 @@ def left_padded(prompts, device):
     return (stacked([prompt.ids for prompt in prompts]),
             stacked([torch.ones_like(prompt.ids, dtype=torch.bool) for prompt in prompts]),
             stacked([prompt.positions for prompt in prompts], 1))
+
+
+def micro_batches(rows, budget):
+    """Cuts rows into lists for one forward pass each: completions of one prompt, which counts once, in `budget` tokens.
+
+    Completions count as long as the longest, since recurrent layers pad them; so those of like length come together.
+    A row that is alone may be longer than the budget.
+    """
+    batches = []
+    for prompt, group in itertools.groupby(rows, key=lambda row: row.prompt):
+        batch = []
+        for row in sorted(group, key=lambda row: len(row.tokens)):
+            if batch and len(prompt.ids) + (len(batch) + 1) * len(row.tokens) > budget:
+                batches.append(batch)
+                batch = []
+            batch.append(row)
+        batches.append(batch)
+    return batches

@@ -1,9 +1,11 @@
 """What tests of whole runs share: a small data set on disk, flags for a tiny policy, and reading what a run wrote.
 
-Random policies never write a box, so `install_reward` makes an answer right if it has many bytes of ASCII: rewards then
-differ within groups, and every step trains.
+Random policies never write a box, so TASK rewards an answer with many bytes of ASCII: rewards then differ within groups,
+and every step trains.
 """
 
+import dataclasses
+import functools
 import io
 import json
 
@@ -12,7 +14,7 @@ import pyarrow.parquet as pq
 from batches import figure
 
 import grpo
-from support import command_line
+from support.command_line import run_command_line
 
 NOISY = ("time/", "rate/", "memory/")
 
@@ -45,17 +47,14 @@ def flags(policy, data, output, **changes):
     return [part for name, value in (values | changes).items() for part in (f"--{name.replace('_', '-')}", str(value))]
 
 
-def install_reward():
-    """Returns what undoes it."""
-    original = grpo.grade
-    grpo.grade = lambda text, label: float(sum(c.isascii() for c in text) > len(text) / 2)
-    return lambda: setattr(grpo, "grade", original)
+TASK = dataclasses.replace(grpo.GEOQA, rewards={
+    "right": lambda answer, question: sum(c.isascii() for c in answer.text) > len(answer.text) / 2})
 
 
-def command(arguments):
+def command(arguments, task=TASK):
     """Runs the command line in this process -> exit code."""
     try:
-        command_line.run_command_line(grpo.Config, lambda c: grpo.evaluate(c) if c.eval_only else grpo.train(c), arguments)
+        run_command_line(grpo.Config, functools.partial(grpo.main, task=task), arguments)
     except SystemExit as stop:
         return stop.code
     return 0
