@@ -97,6 +97,12 @@ def reward_completion(completion, rewards, weights):
     completion.reward = sum(weight * completion.rewards[name] for name, weight in weights.items())
 
 
+def overlong_penalty(lengths, max_tokens):
+    """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13), over the last quarter: 0 up to it, -1 at the limit."""
+    cache = max_tokens // 4
+    return ((max_tokens - cache - lengths) / cache).clamp(-1.0, 0.0)
+
+
 def _balanced(text):
     """Give `text` up to the brace that closes a box opened just before it, "" if none does."""
     depth = 1
