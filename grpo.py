@@ -47,11 +47,10 @@ from support.branching import Branches
 from support.checkpoints import NonFinite
 from support.command_line import checked_config, reward_weights, run_command_line
 from support.cost import Meter, StepClock
-from support.errors import UserError
 from support.kv_cache import join_caches
 from support.metrics import batch_metrics, update_metrics
-from support.models import (add_lora, checkpoints_activations, image_ids, kernels_line, load_base, pick_device,
-                            stop_ids)
+from support.models import (add_lora, check_context, checkpoints_activations, image_ids, kernels_line, load_base,
+                            pick_device, stop_ids)
 from support.order import Order, uniform_numbers
 from support.padding import left_padded, micro_batches, rectangle
 from support.plan import Algorithm, fit_memory, memory_phase, plan_text
@@ -67,7 +66,6 @@ MOST_CANDIDATES = 4  # dynamic sampling draws at most so many times --batch-size
 
 
 # ---------------------------------------------------------------------------------------------------------- Config
-
 @dataclass
 class Config(RunSettings):
     base_model: str = flag("Qwen/Qwen3.5-4B", "policy: hub id, id@revision or folder", section="model")
@@ -110,7 +108,6 @@ class Config(RunSettings):
 
 
 # ------------------------------------------------------------------------------------------------------------ Task
-
 @dataclass(frozen=True)
 class Task:
     """What is asked, and how answers are judged: all of the program that is about geometry."""
@@ -130,7 +127,6 @@ GEOQA = Task(load_questions, format_question, read_choice, {"right": lambda answ
 
 
 # ---------------------------------------------------------------------------------------------------------- Policy
-
 @dataclass
 class Policy:
     """A frozen base with a trainable LoRA adapter, and what turns text and figures into its input."""
@@ -173,7 +169,6 @@ def load_policy(config):
 
 
 # ------------------------------------------------------------------------------------------------------------ Rows
-
 @dataclass(eq=False)
 class Prompt:
     """A question as the model reads it. Tensors are on the CPU, the figure's features on the policy's device."""
@@ -223,7 +218,6 @@ def encode_prompts(policy, questions, task, max_image_tokens=1024, with_solution
 
 
 # --------------------------------------------------------------------------------------------------------- Sampler
-
 @memory_phase("sampling", "--rollouts-at-once")
 @torch.no_grad()
 def sample(policy, prompts, max_tokens, temperature=1.0, top_p=1.0, uniforms=None):
@@ -268,9 +262,7 @@ def prefill(policy, prompts, max_tokens):
     """
     distinct = list(dict.fromkeys(prompts))
     ids, visible, positions = left_padded(distinct, policy.device)
-    if ids.shape[1] + max_tokens > (context := policy.base.config.text_config.max_position_embeddings):
-        raise UserError(f"a prompt of {ids.shape[1]} tokens and --max-tokens {max_tokens} exceed the model's context "
-                        f"of {context}")
+    check_context(policy.base, ids.shape[1], max_tokens)
     parts, at_once = [], max(1, PREFILL_TOKENS // ids.shape[1])
     for i in range(0, len(distinct), at_once):
         part = slice(i, i + at_once)
@@ -349,9 +341,7 @@ SAMPLERS = {"loop": sample, "generate": generate}
 
 
 # ----------------------------------------------------------------------------------------------------- Advantages
-#
 # A rule takes the rewards (B, G) of B groups and gives the advantages (B, G).
-
 
 def reward_minus_mean(rewards):  # (1)
     """A completion that beats its group's mean becomes more likely."""
@@ -380,7 +370,6 @@ def group_advantages(rewards, rule="grpo"):
 
 
 # --------------------------------------------------------------------------------------------------------- Learner
-
 def completion_logprobs(policy, rows, temperature, with_entropies=False):
     """Log-probabilities (n, T) with gradients of completions of ONE prompt, under the policy as it is now.
 
@@ -428,9 +417,8 @@ def frozen_logprobs(policy, rows, config):
 def accumulate_gradients(policy, micros, config):
     """Adds the gradient of the reduced loss over all rows of the micro-batches to the adapter's.
 
-    -> (loss, the rows' log-probabilities [(T,)], clip_counts or None). Denominators are fixed before the micro-batches,
-    so the way rows are cut into them changes nothing.
-    """
+    -> (loss, the rows' log-probabilities [(T,)], clip_counts or None). Denominators are fixed before the micro-batches:
+    the way rows are cut into them changes nothing."""
     policy.base.train()  # activation checkpointing works in training mode only; nothing here has dropout
     rows = [row for micro in micros for row in micro]
     weights = LOSS_REDUCTIONS[reduction_of(config.loss_fn, config.loss_reduction)](  # (4)
@@ -452,8 +440,7 @@ def update(policy, optimizer, rows, config):
 
     A minibatch is a union of whole micro-batches, which are cut once. dlogp comes from the first optimiser step, where
     the learner is still the sampling policy. Loss, gradients and log-probabilities are checked before the optimiser is
-    touched: NonFinite is raised, or with `--on-nonfinite skip` the minibatch left out and counted.
-    """
+    touched: NonFinite is raised, or with `--on-nonfinite skip` the minibatch left out and counted."""
     steps, nonfinite, dlogp = [], 0, None
     micros = micro_batches(rows, config.tokens_per_micro_batch or TOKENS_PER_MICRO_BATCH)
     for _ in range(config.updates_per_rollout if micros else 0):
@@ -480,7 +467,6 @@ def update(policy, optimizer, rows, config):
 
 
 # ------------------------------------------------------------------------------------------------------------ Loop
-
 @dataclass
 class Batch:
     """Judged completions of a step: those of its b-th question are rows b*G to (b+1)*G - 1."""
@@ -514,9 +500,8 @@ def answer(policy, draws, config, task):
 
 
 def draw_batch(policy, order, config, task):
-    """-> Batch. Dynamic sampling (DAPO, section 3.2) goes on until `batch_size` groups have unequal rewards, or
-    MOST_CANDIDATES times as many questions were drawn; it asks only for what is missing.
-    """
+    """-> Batch. Dynamic sampling (DAPO, section 3.2) asks for more questions until `batch_size` groups have unequal
+    rewards, or MOST_CANDIDATES times as many were drawn."""
     weights, missing = reward_weights(config.reward, task.rewards), config.batch_size
     batch, left = Batch([], config.group_size, 0), missing * (MOST_CANDIDATES if config.dynamic_sampling else 1)
     while missing and left:
@@ -532,10 +517,8 @@ def draw_batch(policy, order, config, task):
 
 def set_advantages(batch, config):
     """Sets each row's advantage; gives the rewards with the length penalty, (B, G)."""
-    rewards = batch.rewards
-    if config.overlong_penalty:
-        lengths = torch.tensor([row.length for row in batch.rows]).view_as(rewards)
-        rewards = rewards + overlong_penalty(lengths, config.max_tokens)
+    lengths = torch.tensor([row.length for row in batch.rows]).view(-1, batch.group_size)
+    rewards = batch.rewards + (overlong_penalty(lengths, config.max_tokens) if config.overlong_penalty else 0.0)
     advantages = group_advantages(rewards, config.advantage)
     advantages = advantages.masked_fill(equal_rewards(batch.rewards)[:, None], 0.0)  # only lengths differ: no signal
     for row, advantage in zip(batch.rows, advantages.flatten().tolist()):
@@ -574,9 +557,8 @@ def train(config, task=GEOQA, load_teacher=None):
 
     `load_teacher(policy, config)` gives the `teacher` of train_step.
     """
-    run, policy, questions = prepare(config, task, with_train=True)
+    run, policy, teacher, questions = prepare(config, task, True, load_teacher)
     config = run.config
-    teacher = load_teacher(policy, config) if load_teacher else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     with run:  # what ends it early leaves the last complete step as a checkpoint
         before = evaluate_policy(policy, questions["test"], run, task) if config.evaluate else None
@@ -597,7 +579,7 @@ def train(config, task=GEOQA, load_teacher=None):
 
 def evaluate(config, task=GEOQA):
     """Evaluates the base policy, or the one with `--adapter`; gives the summary that `results.json` holds."""
-    run, policy, questions = prepare(config, task, with_train=False)
+    run, policy, _, questions = prepare(config, task, False)
     records = evaluate_policy(policy, questions["test"], run, task)
     results = run.finish(None, records) if config.adapter else run.finish(records, None)
     run.close()
@@ -605,8 +587,8 @@ def evaluate(config, task=GEOQA):
     return results
 
 
-def prepare(config, task, with_train):
-    """-> (run directory, whose config is complete; policy; questions by split, "train" and "test").
+def prepare(config, task, with_train, load_teacher=None):
+    """-> (run directory, whose config is complete; policy; teacher or None; questions by split, "train" and "test").
 
     The cheap checks come first: a wrong flag or data set ends the run before gigabytes of weights are fetched.
     """
@@ -617,6 +599,7 @@ def prepare(config, task, with_train):
     if config.evaluate or not with_train:
         questions["test"] = task.load(config, config.eval_split)
     policy = load_policy(config)
+    teacher = load_teacher(policy, config) if load_teacher else None
     config = dataclasses.replace(config, lora_rank=policy.model.peft_config["default"].r)  # --adapter has its own
     asked = questions.get("train") or questions["test"]
     if policy.device.type == "cuda":
@@ -625,7 +608,7 @@ def prepare(config, task, with_train):
     run.tell(note for split in questions.values() for note in split.notes)
     if with_train and config.batch_size > len(questions["train"]):
         run.tell([f"{len(questions['train'])} training questions are fewer than --batch-size: a step repeats some"])
-    return run, policy, questions
+    return run, policy, teacher, questions
 
 
 def evaluate_policy(policy, questions, run, task, step=0):

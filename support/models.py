@@ -58,6 +58,14 @@ def load_base(name, device, quantization="auto", fused=True):
     return model.requires_grad_(False).eval(), tokenizer, image_processor, revision
 
 
+def check_context(model, prompt, max_tokens):
+    """Raises UserError where a prompt of `prompt` tokens and its completion exceed the model's context."""
+    context = model.config.text_config.max_position_embeddings
+    if prompt + max_tokens > context:
+        raise UserError(f"a prompt of {prompt} tokens and --max-tokens {max_tokens} exceed the model's context of "
+                        f"{context}")
+
+
 def stop_ids(model, tokenizer):
     """The tokens that end a completion. The model's own config names only the end of a text, not that of a turn."""
     ids = model.generation_config.eos_token_id
