@@ -51,10 +51,10 @@ class DemoConfig(grpo.Config):
     eval_batch_size: int = 100
 
 
-def main(config):
+def main(config, task=grpo.GEOQA):
     if config.dataset == DemoConfig.dataset:
         write_dataset(Path(config.dataset))
-    return grpo.main(config)
+    return grpo.main(config, task)
 
 
 def as_question(row):

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from support.branching import BRANCHING, take_branches
 from support.errors import UserError, describe
-from support.hub import hub_folder
+from support.hub import hub_folder, parse_id
 from support.kv_cache import one_token_convolution, one_token_delta_rule
 from vision_tokens import IMAGE_TOKEN, template_ids
 
@@ -148,6 +148,7 @@ def add_lora(base, base_name, rank, adapter=""):
     """
     from peft import LoraConfig, PeftModel, get_peft_model
 
+    base_name = parse_id(base_name)[0]
     if adapter:
         check_adapter(adapter, base_name, base)
         try:
