@@ -57,6 +57,57 @@ def main(config, task=grpo.GEOQA):
     return grpo.main(config, task)
 
 
+def draw_angle(degrees, rng, size=96):
+    """An angle in the style of GeoQA's figures -> RGBA image, black lines on transparent ground."""
+    big = 4 * size  # drawn large and shrunk: Pillow's lines have no smooth edges
+    ink = Image.new("L", (big, big))
+    pen = ImageDraw.Draw(ink)
+    first = rng.uniform(0, 360)
+    middle = math.radians(first + degrees / 2)
+    shift = 0.25 * math.cos(math.radians(degrees / 2))  # the vertex away from the rays: the angle fills the figure
+    x, y = (big * (0.5 - shift * turn + rng.uniform(-0.02, 0.02)) for turn in (math.cos(middle), math.sin(middle)))
+    width = rng.randint(8, 20)
+    for direction in (math.radians(first), math.radians(first + degrees)):
+        length = big * rng.uniform(0.36, 0.46)
+        pen.line([(x, y), (x + length * math.cos(direction), y + length * math.sin(direction))], fill=255, width=width)
+    dot = width * rng.uniform(0.9, 1.2)  # shows the vertex of a straight angle
+    pen.ellipse([x - dot, y - dot, x + dot, y + dot], fill=255)
+    figure = Image.new("RGBA", (size, size))
+    figure.putalpha(ink.resize((size, size), Image.Resampling.LANCZOS))
+    return figure
+
+
+def draw_rows(count, seed):
+    """`count` rows with GeoQA's columns, each kind of angle equally often."""
+    rng = random.Random(seed)
+    labels = [i % 4 for i in range(count)]
+    rng.shuffle(labels)
+    return [{"id": i, "image": draw_angle(rng.uniform(*DEGREES[label]), rng), "subject": rng.choice(SUBJECTS),
+             "choices": CHOICES, "label": label, "answer": f"{REASONS[label]}，是{CHOICES[label]}。"}
+            for i, label in enumerate(labels)]
+
+
+def write_dataset(folder):
+    """Writes train.parquet (512 rows) and test.parquet (100 other figures), where they are not there yet."""
+    from datasets import Dataset, Features, List, Value, disable_progress_bars
+    from datasets import Image as ImageColumn
+
+    columns = Features({"id": Value("int64"), "image": ImageColumn(), "subject": Value("string"),
+                        "choices": List(Value("string")), "label": Value("int64"), "answer": Value("string")})
+    disable_progress_bars()  # they would flash for a tenth of a second
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"the demo's figures cannot be written to {folder}: {error.strerror}") from error
+    # The seeds are constants: --seed changes the training, never the figures, so that runs can be compared.
+    for split, count, seed in (("train", 512, 1), ("test", 100, 2)):
+        path = folder / f"{split}.parquet"
+        if not path.exists():
+            draft = folder / f"{split}.{os.getpid()}.tmp"
+            Dataset.from_list(draw_rows(count, seed), columns).to_parquet(draft)
+            os.replace(draft, path)
+
+
 def as_question(row):
     return Question(row["id"], row["image"], row["subject"], tuple(row["choices"]), "ABCD"[row["label"]], row["answer"])
 
