@@ -8,14 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import command, flags, install_reward, lines, make_data_set
+from runs import command, flags, lines, make_data_set
 
-from support import cost
-from support import rundir
+from support import cost, rundir
 
 WATTS = 200.0
 KEYS = ["wall_seconds", "sampling_seconds", "learning_seconds", "evaluation_seconds", "gpu_hours", "energy_kwh",
-        "sampling_kwh", "learning_kwh", "electricity_price", "money"]
+        "electricity_price", "money"]
+JOULES = 3.6e6  # of a kWh
 
 
 @pytest.fixture
@@ -23,13 +23,6 @@ def metered(monkeypatch):
     """A GPU, or so it seems, that always draws 200 W."""
     monkeypatch.setattr(cost, "energy_reader", lambda device: lambda: WATTS * time.perf_counter())
     monkeypatch.setattr(rundir, "gpu_name", lambda device: "a card")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def reward():
-    undo = install_reward()
-    yield
-    undo()
 
 
 def test_a_resumed_run_costs_what_its_steps_and_evaluations_did(folders, tmp_path, metered, capsys):
@@ -52,12 +45,9 @@ def test_a_resumed_run_costs_what_its_steps_and_evaluations_did(folders, tmp_pat
     assert found["evaluation_seconds"] == pytest.approx(evaluation)
     assert found["wall_seconds"] == pytest.approx(sum(seconds.values()) + evaluation)
     assert found["gpu_hours"] == pytest.approx(found["wall_seconds"] / 3600)
-    joule = 3.6e6
-    assert found["learning_kwh"] * joule == pytest.approx(WATTS * seconds["learning"], rel=1e-2)
-    assert found["sampling_kwh"] * joule == pytest.approx(WATTS * (seconds["sampling"] + seconds["rest"]), rel=1e-2)
-    assert found["energy_kwh"] * joule == pytest.approx(WATTS * found["wall_seconds"], rel=1e-2)
+    assert found["energy_kwh"] * JOULES == pytest.approx(WATTS * found["wall_seconds"], rel=1e-2)
     assert found["money"] == pytest.approx(found["energy_kwh"] * 0.5)
-    assert "kWh (sampling" in capsys.readouterr().out
+    assert " kWh, " in capsys.readouterr().out
 
 
 def test_a_run_without_evaluation_or_gpu_costs_time_alone(folders, tmp_path, capsys):
@@ -73,13 +63,30 @@ def test_a_run_without_evaluation_or_gpu_costs_time_alone(folders, tmp_path, cap
 
 
 def test_one_step_without_energy_makes_the_energy_unknown_and_a_torn_line_is_not_read(tmp_path):
-    step = {"time/sampling": 3.0, "time/learning": 2.0, "time/rest": 1.0, "energy/learning_kwh": 0.25}
-    rows = [step | {"energy/sampling_kwh": 0.5}, step, step]
+    step = {"time/sampling": 3.0, "time/learning": 2.0, "time/rest": 1.0}
+    rows = [step | {"energy/step_kwh": 0.5}, step, step]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows))[:-20])
     found = cost.run_cost(tmp_path, 0.6, gpu=True)
-    assert found["sampling_kwh"] is found["energy_kwh"] is found["money"] is None
-    assert (found["learning_kwh"], found["wall_seconds"], found["gpu_hours"]) == (0.5, 12.0, 12 / 3600)
+    assert found["energy_kwh"] is found["money"] is None
+    assert (found["learning_seconds"], found["wall_seconds"], found["gpu_hours"]) == (4.0, 12.0, 12 / 3600)
     assert cost.run_cost(tmp_path / "none", 0.6, gpu=False)["wall_seconds"] == 0
+
+
+def test_the_clock_of_a_step(monkeypatch):
+    now, device = [100.0], torch.device("cpu")
+    monkeypatch.setattr(cost.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(cost, "energy_reader", lambda device: lambda: WATTS * now[0])
+    clock = cost.StepClock(device)
+    now[0] += 3
+    clock.sampled()
+    now[0] += 2
+    clock.learned()
+    now[0] += 1
+    assert clock.metrics() == {"time/sampling": 3, "time/learning": 2, "time/rest": 1,
+                               "energy/step_kwh": WATTS * 6 / JOULES}
+    meter = cost.Meter(device)
+    now[0] -= 1  # the driver was loaded again: its counter starts anew
+    assert meter.evaluation().keys() == {"time/evaluation"}
 
 
 def test_the_driver_is_asked_for_torchs_gpu_and_its_errors_are_not_ours(monkeypatch):
@@ -102,14 +109,12 @@ def test_the_driver_is_asked_for_torchs_gpu_and_its_errors_are_not_ours(monkeypa
     assert cost.Meter(device).evaluation().keys() == {"time/evaluation"}
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert find_reader(device) is None
-    assert cost.kwh(10.0, 5.0) is None and cost.kwh(0.0, 3.6e6) == 1.0
 
 
 def test_the_cost_is_two_short_lines():
     parts = dict(wall_seconds=360000, sampling_seconds=360000, learning_seconds=360000, evaluation_seconds=360000)
-    text = cost.cost_lines(parts | dict(gpu_hours=100.0, energy_kwh=123.456, sampling_kwh=100.123, learning_kwh=23.333,
-                                        electricity_price=0.6, money=74.07))
+    text = cost.cost_lines(parts | dict(gpu_hours=100.0, energy_kwh=123.456, electricity_price=0.6, money=74.07))
     assert len(text) == 2 and all(len(line) <= 100 for line in text)
-    assert text[0] == "time 100 h 00 min: sampling 100 h 00 min, learning 100 h 00 min, evaluation 100 h 00 min"
-    assert [cost.duration(s) for s in (None, 3.04, 59.99, 61, 3725)] == \
-        ["unknown", "3.0 s", "60.0 s", "1 min 01 s", "1 h 02 min"]
+    parts = dict(wall_seconds=3725.4, sampling_seconds=3599.6, learning_seconds=61.0, evaluation_seconds=0.04)
+    assert cost.cost_lines(parts | dict(gpu_hours=3725.4 / 3600, energy_kwh=None)) == [
+        "time 1:02:05: sampling 1:00:00, learning 0:01:01, evaluation 0:00:00", "GPU hours 1.03"]

@@ -10,25 +10,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from runs import command, flags, install_reward, lines, make_data_set, result
+from runs import command, flags, lines, make_data_set, result
 
-from support import checkpoints
 import grpo
-from support import rundir
+from support import checkpoints, folder, logs, rundir, stopping
 from support.errors import UserError
 
 TESTS = Path(__file__).parent
-
-
-@pytest.fixture(autouse=True)
-def reward():
-    undo = install_reward()
-    yield
-    undo()
+PROGRAM = dict(env=os.environ | {"PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}, cwd=TESTS.parent, text=True)
 
 
 @pytest.fixture(scope="session")
@@ -45,10 +39,8 @@ def given(folders, data, tmp_path):
 @pytest.fixture(scope="session")
 def undisturbed(folders, data, tmp_path_factory):
     """Six steps without a stop."""
-    undo = install_reward()
     output = tmp_path_factory.mktemp("undisturbed")
     assert command(flags(folders(), data, output, save_every=1)) == 0
-    undo()
     return output / "run"
 
 
@@ -76,20 +68,18 @@ def test_a_run_without_a_checkpoint_starts_again(given, tmp_path, undisturbed, m
     with monkeypatch.context() as patch:
         patch.setattr(rundir.RunDir, "checkpoint", lambda run: None)
         command(given(steps=2))
-    (tmp_path / "run" / "results.json").unlink()
-    asked = []
-    right = grpo.sample
-    monkeypatch.setattr(grpo, "sample", lambda *args, **kw: asked.append(args[2]) or right(*args, **kw))
+    base = lines(tmp_path / "run" / "evaluations.jsonl")[0]
     assert command(["--resume", str(tmp_path / "run"), "--steps", "6"]) == 0
-    assert asked.count(1) == 1, "the base was evaluated again"
+    assert lines(tmp_path / "run" / "evaluations.jsonl")[0] == base, "the base was evaluated again"
     assert "going on after step 0" in capsys.readouterr().out
     assert result(tmp_path / "run", 6)[0] == result(undisturbed, 6)[0]
 
 
-def test_a_finished_run_makes_no_step_and_no_evaluation_again(undisturbed, tmp_path, monkeypatch):
+def test_a_finished_run_makes_no_step_and_no_evaluation_again(undisturbed, tmp_path):
     run = shutil.copytree(undisturbed, tmp_path / "run")
-    monkeypatch.setattr(grpo, "sample", lambda *args, **kw: pytest.fail("sampled"))
     assert command(["--resume", str(run)]) == 0
+    for log in ("metrics.jsonl", "evaluations.jsonl"):  # with the seconds that they took
+        assert (run / log).read_bytes() == (undisturbed / log).read_bytes()
     assert result(run, 6) == result(undisturbed, 6)
 
 
@@ -99,7 +89,9 @@ def test_a_finished_run_makes_no_step_and_no_evaluation_again(undisturbed, tmp_p
     (["--batch-size", "3"], "--batch-size 3"),
     (["--max_tokens", "7"], "--max-tokens 7"),
     (["--loss-fn", "ppo"], "--loss-fn ppo"),
-    (["--normalize-std"], "--normalize-std True"),
+    (["--advantage", "grpo_std"], "--advantage grpo_std"),
+    (["--sampler", "generate"], "--sampler generate"),
+    (["--mask-truncated"], "--mask-truncated True"),
     (["--base-model", "elsewhere"], "--base-model elsewhere"),
     (["--adapter", "elsewhere"], "--adapter elsewhere"),
     (["--output-dir", "elsewhere"], "--output-dir elsewhere"),
@@ -114,7 +106,7 @@ def test_a_flag_that_alters_the_experiment_is_refused(undisturbed, tmp_path, cap
     assert command(["--resume", str(run), *changes]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"error: {name}") and err.count("\n") == 1
-    before["lock"] = (run / "lock").read_bytes()
+    before["lock.pid"] = (run / "lock.pid").read_bytes()
     assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
 
 
@@ -136,8 +128,9 @@ def test_harmless_flags_are_taken(undisturbed, tmp_path, capsys):
 @pytest.mark.parametrize("content, message", [
     (None, "no run directory, config.json cannot be read"),
     ("{", "config.json is damaged"),
-    ("[]", "config.json is no table of settings"),
-    ('{"steps": "six"}', "steps is 'six' in config.json"),
+    ("[]", "config.json is not a table of settings"),
+    ('{"base_model": "m", "dataset": "d", "steps": 6}', "lacks sampler: an older version made this run"),
+    ('{"base_model": "m", "dataset": "d", "sampler": "loop", "steps": "six"}', "steps is 'six' in config.json"),
 ])
 def test_what_is_no_run_directory(tmp_path, capsys, content, message):
     if content:
@@ -147,14 +140,18 @@ def test_what_is_no_run_directory(tmp_path, capsys, content, message):
     assert message in err and err.count("\n") == 1
 
 
-def test_revisions_are_those_that_the_run_resolved(tmp_path):
-    stored = dataclasses.asdict(grpo.Config()) | {"resolved_model_revision": "abc", "resolved_dataset_revision": "def"}
-    (tmp_path / "config.json").write_text(json.dumps(stored))
+def test_model_and_data_set_are_those_that_the_run_resolved(tmp_path):
+    settings = dataclasses.asdict(grpo.Config(base_model="own/model@main", dataset=str(tmp_path)))
+    resolved = {"resolved_model_revision": "abc", "resolved_dataset_revision": "local"}
+    (tmp_path / "config.json").write_text(json.dumps(settings | resolved))
     config = checkpoints.resumed_config(grpo.Config(resume=str(tmp_path)), set())
-    assert (config.model_revision, config.dataset_revision) == ("abc", "def")
+    assert (config.base_model, config.dataset) == ("own/model@abc", str(tmp_path))
     checkpoints.check_same_experiment(config)
-    with pytest.raises(UserError, match="--model-revision xyz"):
-        checkpoints.check_same_experiment(dataclasses.replace(config, model_revision="xyz"))
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(config) | resolved))  # as resuming leaves it
+    assert checkpoints.resumed_config(grpo.Config(resume=str(tmp_path)), set()) == config
+    for other in ("own/model@xyz", "own/other"):
+        with pytest.raises(UserError, match=f"--base-model {other}: the run"):
+            checkpoints.check_same_experiment(dataclasses.replace(config, base_model=other))
 
 
 def test_random_state_comes_back():
@@ -172,12 +169,12 @@ def test_random_state_comes_back():
 
 
 def test_the_size_of_a_checkpoint(undisturbed):
-    folder = undisturbed / "step-6"
-    adapter = (folder / "adapter_model.safetensors").stat().st_size
-    whole = sum(path.stat().st_size for path in folder.iterdir())
+    newest = undisturbed / "step-6"
+    adapter = (newest / "adapter_model.safetensors").stat().st_size
+    whole = sum(path.stat().st_size for path in newest.iterdir())
     assert whole <= 3 * adapter + 2**20, (whole, adapter)
-    assert {path.suffix for path in folder.iterdir()} <= {".safetensors", ".json", ".md"}
-    state = json.loads((folder / "state.json").read_text())
+    assert {path.suffix for path in newest.iterdir()} == {".safetensors", ".json", ""}
+    state = json.loads((newest / "state.json").read_text())
     assert state["config"]["learning_rate"] == 5e-2 and state["versions"]["torch"] and state["step"] == 6
 
 
@@ -185,20 +182,14 @@ def test_a_checkpoint_in_plain_peft_gives_the_same_logprobs(undisturbed, load, f
     from peft import PeftModel
     from transformers import AutoModelForImageTextToText
 
-    from batches import prompts_of, questions
-
-    ours = load()
-    prompts = prompts_of(ours, questions())
-    rollouts = grpo.sample(ours, prompts, 2, 6)
-    optimizer = torch.optim.AdamW(ours.parameters())
-    state, _ = checkpoints.read_state(undisturbed / "step-6")
-    checkpoints.restore_checkpoint(undisturbed / "step-6", state, ours, optimizer)
-    plain = load()
-    before = grpo.completion_logprobs(plain, prompts, rollouts, range(6))
-    plain.model = PeftModel.from_pretrained(
+    ours, ids = load(), torch.arange(40, 90)[None]
+    before = ours.model.eval()(input_ids=ids).logits.log_softmax(-1)
+    checkpoint = checkpoints.newest_checkpoint(undisturbed, pytest.fail)
+    checkpoints.restore_checkpoint(*checkpoint, ours, torch.optim.AdamW(ours.parameters()))
+    plain = PeftModel.from_pretrained(
         AutoModelForImageTextToText.from_pretrained(folders(), dtype=torch.float32), undisturbed / "step-6").eval()
-    found = [grpo.completion_logprobs(policy, prompts, rollouts, range(6)) for policy in (ours, plain)]
-    assert torch.equal(*found) and not torch.equal(found[0], before)
+    found = [model(input_ids=ids).logits.log_softmax(-1) for model in (ours.model, plain)]
+    assert torch.equal(*found) and not torch.allclose(found[0], before, atol=1e-3)
 
 
 DAMAGES = {
@@ -212,6 +203,7 @@ DAMAGES = {
     "state edited": ("state.json", lambda file: file.write_text(file.read_text().replace('"step": 6', '"step": 5'))),
     "state no table": ("state.json", lambda file: file.write_text("[1]")),
     "state gone": ("state.json", Path.unlink),
+    "checksums gone": ("SHA256SUMS", Path.unlink),
 }
 
 
@@ -221,14 +213,27 @@ def flip(file, position):
     file.write_bytes(data)
 
 
+def test_a_flipped_bit_is_noticed_wherever_it_is(undisturbed, tmp_path):
+    copy = shutil.copytree(undisturbed / "step-6", tmp_path / "step-6")
+    generator = random.Random(0)
+    assert checkpoints.damage(copy) is None
+    for file in copy.iterdir():
+        size = file.stat().st_size
+        for position in (0, size - 1, *(generator.randrange(size) for _ in range(20))):
+            flip(file, position)
+            assert checkpoints.damage(copy), (file.name, position)
+            flip(file, position)
+    assert checkpoints.damage(copy) is None
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(undisturbed, tmp_path, damage):
     run = shutil.copytree(undisturbed, tmp_path / "run")
     name, change = DAMAGES[damage]
     change(run / "step-6" / name)
     told = []
-    folder, state = checkpoints.newest_checkpoint(run, told.extend)
-    assert folder == run / "step-5" and state["step"] == 5
+    newest, state = checkpoints.newest_checkpoint(run, told.extend)
+    assert newest == run / "step-5" and state["step"] == 5
     assert len(told) == 1 and f"{run / 'step-6'} is not used" in told[0] and name in told[0]
     assert (run / "step-6.damaged").is_dir()
 
@@ -260,14 +265,14 @@ def test_keep_checkpoints_keeps_the_newest(tmp_path):
 def test_cutting_a_log(tmp_path):
     log = tmp_path / "log"
     log.write_bytes(b'{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
-    checkpoints.cut_lines(log)
+    logs.cut_lines(log)
     assert log.read_bytes() == b'{"step": 1}\n{"step": 2}\n{"step": 3}\n'
-    checkpoints.cut_lines(log, lambda row: row["step"] <= 1)
+    logs.cut_lines(log, lambda row: row["step"] <= 1)
     assert log.read_bytes() == b'{"step": 1}\n'
     log.write_bytes(b'{"step": 1}\n\x00\x00\n{"step": 2}\n')
-    checkpoints.cut_lines(log)
+    logs.cut_lines(log)
     assert log.read_bytes() == b'{"step": 1}\n'
-    checkpoints.cut_lines(tmp_path / "none")
+    logs.cut_lines(tmp_path / "none")
 
 
 # Interrupts
@@ -287,7 +292,7 @@ def when(monkeypatch, name, count, act):
 
 
 @pytest.mark.parametrize("phase, count, number, code", [
-    ("draw", 21, signal.SIGTERM, 143), ("completion_logprobs", 6, signal.SIGINT, 130),
+    ("draw_tokens", 21, signal.SIGTERM, 143), ("completion_logprobs", 6, signal.SIGINT, 130),
     ("evaluate_policy", 2, signal.SIGINT, 130)])
 def test_a_signal_leaves_the_last_complete_step(given, tmp_path, undisturbed, monkeypatch, capsys, phase, count, number,
                                                 code):
@@ -297,8 +302,8 @@ def test_a_signal_leaves_the_last_complete_step(given, tmp_path, undisturbed, mo
         assert command(given(save_every=0)) == code
     printed = capsys.readouterr()
     steps = lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
-    assert steps == {"draw": 2, "completion_logprobs": 3, "evaluate_policy": 6}[phase]
-    assert f"stopped; to go on after step {steps}: --resume {tmp_path / 'run'}" in printed.out
+    assert steps == {"draw_tokens": 2, "completion_logprobs": 3, "evaluate_policy": 6}[phase]
+    assert f"stopped; to go on after step {steps}: {stopping.resume_command(tmp_path / 'run')}\n" in printed.out
     assert printed.err.count("interrupted\n") == 1 and "Traceback" not in printed.err
     assert [step for step, _ in checkpoints.checkpoint_folders(tmp_path / "run")] == [steps] and 0 < steps
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
@@ -306,14 +311,13 @@ def test_a_signal_leaves_the_last_complete_step(given, tmp_path, undisturbed, mo
     assert result(tmp_path / "run", 6) == result(undisturbed, 6)
 
 
-@pytest.mark.parametrize("name", ["append", "save_checkpoint"])
-def test_a_signal_while_files_are_written(given, tmp_path, undisturbed, monkeypatch, name):
-    where = rundir.RunDir if name == "append" else rundir
+@pytest.mark.parametrize("where, name, count", [(logs.Logs, "append", 14), (rundir, "save_checkpoint", 3)])
+def test_a_signal_while_files_are_written(given, tmp_path, undisturbed, monkeypatch, where, name, count):
     right, calls = getattr(where, name), []
 
     def spy(*args):
         calls.append(1)
-        if len(calls) == (14 if name == "append" else 3):
+        if len(calls) == count:
             os.kill(os.getpid(), signal.SIGINT)
         return right(*args)
 
@@ -325,7 +329,7 @@ def test_a_signal_while_files_are_written(given, tmp_path, undisturbed, monkeypa
 
 
 def test_a_signal_between_two_updates_of_a_step_waits_for_its_end(given, tmp_path, monkeypatch, capfd):
-    extra = dict(steps=3, minibatches=2, updates_per_rollout=2)
+    extra = dict(steps=3, minibatches=2, updates_per_rollout=2, tokens_per_micro_batch=1)  # a row in each
     assert command(given(experiment_name="whole", **extra)) == 0
     with monkeypatch.context() as patch:
         kill = lambda: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
@@ -340,26 +344,36 @@ def test_a_signal_between_two_updates_of_a_step_waits_for_its_end(given, tmp_pat
 @pytest.mark.slow
 def test_a_signal_before_the_first_step(given, tmp_path, undisturbed, monkeypatch, capsys):
     with monkeypatch.context() as patch:
-        when(patch, "draw", 3, lambda: os.kill(os.getpid(), signal.SIGINT))  # while the base is evaluated
+        when(patch, "draw_tokens", 3, lambda: os.kill(os.getpid(), signal.SIGINT))  # while the base is evaluated
         assert command(given()) == 130
     assert "to go on after step 0" in capsys.readouterr().out
     assert command(["--resume", str(tmp_path / "run")]) == 0
     assert result(tmp_path / "run", 6) == result(undisturbed, 6)
 
 
+def test_the_command_that_goes_on(monkeypatch):
+    run, main = Path("runs/a b"), "__main__"
+    monkeypatch.setattr(sys, "argv", ["my loss.py", "--steps", "3"])
+    monkeypatch.setitem(sys.modules, main, SimpleNamespace(__spec__=None))
+    assert stopping.resume_command(run) == "python 'my loss.py' --resume 'runs/a b'"
+    for name in ("recipes.distill", "recipes.distill.__main__"):
+        monkeypatch.setitem(sys.modules, main, SimpleNamespace(__spec__=SimpleNamespace(name=name)))
+        assert stopping.resume_command(run) == "python -m recipes.distill --resume 'runs/a b'"
+
+
 @pytest.mark.slow
 def test_a_second_signal_stops_at_once(folders, data, tmp_path, undisturbed):
     """The first one waits for the end of a step that never ends."""
-    code = ("import os, signal, sys, time; import grpo, runs; runs.install_reward()\n"
-            "def stuck(*args, **kw):\n"
-            "    os.kill(os.getpid(), signal.SIGINT); print('waiting', flush=True); time.sleep(600)\n"
-            "right = grpo.RunDir.append\n"
-            "grpo.RunDir.append = lambda run, name, rows: (right(run, name, rows), stuck() if name == 'metrics.jsonl'\n"
-            "                                              and run.progress[0] == 2 else None)\n"
+    code = ("import os, signal, sys, time, runs\n"
+            "from support.logs import Logs\n"
+            "def append(logs, name, rows):\n"
+            "    right(logs, name, rows)\n"
+            "    if name == 'metrics.jsonl' and rows[0]['step'] == 3:\n"
+            "        os.kill(os.getpid(), signal.SIGINT); print('waiting', flush=True); time.sleep(600)\n"
+            "right, Logs.append = Logs.append, append\n"
             "sys.exit(runs.command(sys.argv[1:]))")
     process = subprocess.Popen([sys.executable, "-c", code, *flags(folders(), data, tmp_path, save_every=2)],
-                               cwd=TESTS, env=os.environ | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"}, cwd=TESTS.parent,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, **PROGRAM)
     for line in process.stdout:
         if line == "waiting\n":
             break
@@ -381,7 +395,8 @@ def test_other_errors_leave_the_last_complete_step_too(given, tmp_path, undistur
         when(patch, "completion_logprobs", 9, out_of_memory)
         assert command(given(save_every=0)) == 2
     printed = capsys.readouterr()
-    assert "--tokens-per-micro-batch" in printed.err and f"--resume {tmp_path / 'run'}" in printed.out
+    assert "--tokens-per-micro-batch" in printed.err
+    assert printed.out.endswith(f" --resume {tmp_path / 'run'}\n") and "stopped; to go on after step" in printed.out
     assert len(checkpoints.checkpoint_folders(tmp_path / "run")) == 1
     assert command(["--resume", str(tmp_path / "run")]) == 0
     assert result(tmp_path / "run", 6) == result(undisturbed, 6)
@@ -395,8 +410,7 @@ def test_killed_runs_end_as_the_undisturbed_one(folders, data, tmp_path, kills):
     if not hasattr(os, "fork"):
         pytest.skip("no fork on this system")
     done = subprocess.run([sys.executable, "-m", "tools.killed", str(kills), "0", str(folders()), str(data),
-                           str(tmp_path)], env=os.environ | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"}, cwd=TESTS.parent,
-                          capture_output=True, text=True)
+                           str(tmp_path)], capture_output=True, **PROGRAM)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout
     summary = json.loads(done.stdout.splitlines()[-1])
     assert sum(summary["kills"].values()) == kills and not summary["runs that differ"]
@@ -405,14 +419,13 @@ def test_killed_runs_end_as_the_undisturbed_one(folders, data, tmp_path, kills):
 # The lock
 
 
-LOCK = "import sys, time; from support import checkpoints; from pathlib import Path\n" \
-       "file = checkpoints.lock_folder(Path(sys.argv[1])); print('locked', flush=True); time.sleep(600)"
+LOCK = "import sys, time; from support import folder; from pathlib import Path\n" \
+       "lock = folder.lock_folder(Path(sys.argv[1])); print('locked', flush=True); time.sleep(600)"
 
 
 def test_a_run_in_use_is_left_alone_until_its_process_dies(undisturbed, tmp_path, capsys):
     run = shutil.copytree(undisturbed, tmp_path / "run")
-    holder = subprocess.Popen([sys.executable, "-c", LOCK, str(run)], cwd=TESTS.parent, stdout=subprocess.PIPE,
-                              text=True)
+    holder = subprocess.Popen([sys.executable, "-c", LOCK, str(run)], stdout=subprocess.PIPE, **PROGRAM)
     assert holder.stdout.readline() == "locked\n"
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert command(["--resume", str(run)]) == 2
@@ -421,17 +434,17 @@ def test_a_run_in_use_is_left_alone_until_its_process_dies(undisturbed, tmp_path
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     holder.kill()
     holder.wait()
-    checkpoints.lock_folder(run).close()
+    folder.lock_folder(run).release()
 
 
 def test_a_training_holds_the_lock(given, tmp_path, monkeypatch):
     def look():
         with pytest.raises(UserError, match=f"in use by another process, number {os.getpid()}"):
-            checkpoints.lock_folder(tmp_path / "run")
+            folder.lock_folder(tmp_path / "run")
 
     when(monkeypatch, "completion_logprobs", 1, look)
     assert command(given(steps=1, evaluate=False)) == 0
-    checkpoints.lock_folder(tmp_path / "run").close()
+    folder.lock_folder(tmp_path / "run").release()
 
 
 # Disks
@@ -466,7 +479,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(given, undisturbed, small_disk, 
     printed = capsys.readouterr()
     assert printed.err.startswith(f"error: {disk / 'run'}") and printed.err.count("\n") == 1
     assert "No space left on device" in printed.err and "--resume" in printed.out
-    folder, state = checkpoints.newest_checkpoint(disk / "run", pytest.fail)
+    _, state = checkpoints.newest_checkpoint(disk / "run", pytest.fail)
     assert 1 <= state["step"] <= int(checkpoints_that_fit)
     assert f"to go on after step {state['step']}:" in printed.out
     small_disk(20_000)
@@ -480,16 +493,16 @@ def test_a_file_size_limit_leaves_the_last_checkpoint(folders, data, tmp_path, u
     pytest.importorskip("resource", reason="no such limits on this system")
     size = sum(len(json.dumps(row, ensure_ascii=False).encode()) + 1
                for row in lines(undisturbed / "rollouts.jsonl") if row["step"] <= 4) + 100
-    code = ("import sys; import grpo, runs, resource; runs.install_reward()\n"
-            "right = grpo.RunDir.append\n"
-            "def append(run, name, rows):\n"
+    code = ("import resource, sys, runs\n"
+            "from support.logs import Logs\n"
+            "def append(logs, name, rows):\n"
             f"    resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, -1))\n"
-            "    right(run, name, rows)\n"
+            "    right(logs, name, rows)\n"
             "    resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))\n"
-            "grpo.RunDir.append = append\n"
+            "right, Logs.append = Logs.append, append\n"
             "sys.exit(runs.command(sys.argv[1:]))")
-    done = subprocess.run([sys.executable, "-c", code, *flags(folders(), data, tmp_path, save_every=3)], cwd=TESTS,
-                          env=os.environ | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"}, cwd=TESTS.parent, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, *flags(folders(), data, tmp_path, save_every=3)],
+                          capture_output=True, **PROGRAM)
     assert done.returncode == 2 and done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
     assert "rollouts.jsonl cannot be written: File too large" in done.stderr
     assert not (tmp_path / "run" / "rollouts.jsonl").read_bytes().endswith(b"\n"), "no torn line was there to mend"
@@ -520,28 +533,30 @@ def test_no_place_for_a_run_directory(given, tmp_path, capsys):
 
 def poison(monkeypatch, kind, count):
     """Spoils the `count`-th call: what the learner finds, what the sampler found, or the gradient alone."""
-    name = "sample" if kind == "sampler" else "completion_logprobs"
-    right, calls = getattr(grpo, name), []
+    right, calls = grpo.sample if kind == "sampler" else grpo.completion_logprobs, []
 
     def spoiled(*args, **kw):
         found = right(*args, **kw)
         calls.append(1)
         if len(calls) == count and kind == "sampler":
-            found.logprobs[0, 0] = float("nan")
+            found[0].logprobs[0] = float("nan")
         elif len(calls) == count and kind == "gradient":
             found.register_hook(lambda gradient: gradient * float("inf"))
         elif len(calls) == count:
             found = found + torch.tensor({"learner": float("nan"), "certain": -float("inf")}[kind])
         return found
 
-    monkeypatch.setattr(grpo, name, spoiled)
+    if kind == "sampler":
+        monkeypatch.setitem(grpo.SAMPLERS, "loop", spoiled)
+    else:
+        monkeypatch.setattr(grpo, "completion_logprobs", spoiled)
 
 
 @pytest.mark.parametrize("kind", ["learner", "gradient", *(pytest.param(kind, marks=pytest.mark.slow)
                                                              for kind in ("certain", "sampler"))])
 def test_numbers_that_are_not_finite_stop_before_the_optimiser(given, tmp_path, undisturbed, monkeypatch, capsys, kind):
     with monkeypatch.context() as patch:
-        poison(patch, kind, 4 if kind == "sampler" else 6)
+        poison(patch, kind, 5 if kind == "sampler" else 6)
         assert command(given(save_every=0)) == 2
     printed = capsys.readouterr()
     run = tmp_path / "run"
@@ -578,5 +593,5 @@ def test_skipping_an_update_counts_it_and_goes_on(given, tmp_path, undisturbed, 
 
 
 def test_a_log_line_is_json_whatever_the_numbers():
-    assert rundir.json_line({"a": float("nan"), "b": [1.5, -float("inf")], "c": "角"}) == \
+    assert logs.json_line({"a": float("nan"), "b": [1.5, -float("inf")], "c": "角"}) == \
         '{"a": null, "b": [1.5, null], "c": "角"}\n'

@@ -9,11 +9,11 @@ import sys
 
 import pytest
 from PIL import Image
-from runs import command, flags, install_reward, lines, make_data_set
+from runs import command, flags, lines, make_data_set
 
 import grpo
-from support import rundir
-from support import trackers
+from support import metrics, trackers
+from support.errors import printable
 
 
 @pytest.fixture(autouse=True)
@@ -25,9 +25,6 @@ def alone(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("NETRC", str(tmp_path / "home" / ".netrc"))
     monkeypatch.chdir(tmp_path)
-    undo = install_reward()
-    yield
-    undo()
 
 
 def test_a_library_that_fails_leaves_ctrl_c_as_it_was():
@@ -95,7 +92,7 @@ def test_tensorboard_shows_each_step_once_also_after_resume(folders, data, tmp_p
     text = events.Tensors("group/completions/text_summary")[0].tensor_proto.string_val[0].decode()
     first = lines(run / "rollouts.jsonl")[0]
     assert f"question {first['question']}, right is" in text and text.count("reward ") == 4
-    assert errors.printable(first["text"]) in text
+    assert printable(first["text"]) in text
 
 
 def test_swanlab_offline_holds_the_same_numbers(folders, data, tmp_path):
@@ -231,7 +228,7 @@ WIDEST = {"trainer/nonfinite": 0, "train_datums": 64, "degenerate_fraction": 1.0
     ids=["huge", "loss", "small", "long", "degenerate", "nonfinite", "cut", "time"])
 @pytest.mark.parametrize("kl", [None, -12.3456, 1e5])
 def test_a_step_is_one_line_of_100_columns(changes, kl):
-    metrics = WIDEST | changes | ({} if kl is None else {"opd/reverse_kl_mean": kl})
-    line = rundir.step_line(1000, 1000, metrics)
+    numbers = WIDEST | changes | ({} if kl is None else {"opd/reverse_kl_mean": kl})
+    line = metrics.step_line(1000, 1000, numbers)
     assert len(line) <= 100 and "\n" not in line and line.startswith("step 1000/1000 reward 1.00 format 1.00 ")
     assert ("KL " in line) == (kl is not None)

@@ -25,9 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import runs
 import torch
 
-from support import checkpoints
 import grpo
-from support import rundir
+from support import checkpoints, logs
 
 STEPS = 8
 KINDS = {"sampling": 60, "learning": 6, "checkpoint": 30, "log": 12, "time": 3}  # kind: latest event, or second
@@ -55,25 +54,25 @@ def before_event(number, places):
 
 def arm(kind, moment):
     if kind == "sampling":
-        before_event(moment, [(grpo, "draw")])
+        before_event(moment, [(grpo, "draw_tokens")])
     elif kind == "learning":
         before_event(moment, [(grpo, "completion_logprobs"), (torch.optim.AdamW, "step")])
     elif kind == "checkpoint":
         before_event(moment, [(checkpoints.os, "fsync"), (checkpoints.os, "replace"), (checkpoints, "save_file"),
-                              (checkpoints, "file_digest"), (checkpoints.shutil, "rmtree")])
+                              (checkpoints, "digest_line"), (checkpoints.shutil, "rmtree")])
     elif kind == "log":
-        right, left = rundir.RunDir.append, [moment]
+        right, left = logs.Logs.append, [moment]
 
-        def append(run, name, rows):
+        def append(log, name, rows):
             left[0] -= 1
             if left[0]:
-                return right(run, name, rows)
-            text = "".join(rundir.json_line(row) for row in rows).encode()
-            with open(run.path / name, "ab") as file:
+                return right(log, name, rows)
+            text = "".join(map(logs.json_line, rows)).encode()
+            with open(log.path / name, "ab") as file:
                 file.write(text[:random.Random(moment).randrange(len(text))])
             die()
 
-        rundir.RunDir.append = append
+        logs.Logs.append = append
     else:
         threading.Timer(moment, die).start()
 
@@ -99,7 +98,6 @@ def start(arguments, kind=None, moment=None):
 
 def main(kills, seed, policy, data, output):
     torch.set_num_threads(1)
-    runs.install_reward()
     grpo.load_policy(grpo.Config(base_model=policy, device="cpu"))
     output, generator = Path(output), random.Random(seed)
 
