@@ -37,11 +37,12 @@ FROM_HUB = {"base_model": "resolved_model_revision", "dataset": "resolved_datase
 
 
 class NonFinite(UserError):
-    """A loss, gradient or log-probability that is not finite. `record` is the batch, as JSON can hold it."""
+    """An update whose loss, gradient norm or log-probabilities are not finite. `record` is its batch, for JSON."""
 
-    def __init__(self, message, record):
-        super().__init__(message)
-        self.record = record
+    def __init__(self, rows, logprobs, loss, norm):
+        super().__init__(f"loss {loss}, gradient norm {norm}: stopped before the adapter was touched; "
+                         "--on-nonfinite skip leaves such a batch out")
+        self.record = nonfinite_record(rows, logprobs, loss, norm)
 
 
 # Settings
