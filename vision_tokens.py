@@ -97,9 +97,8 @@ def encode(tokenizer, image_processor, text, image, max_image_tokens=1024, name=
     pixels = image_processor(images=[image], return_tensors="pt",
                              size={"shortest_edge": limits["min_pixels"], "longest_edge": limits["max_pixels"]})
     place = len(ids) - len(tail) + tail.index(tokenizer.convert_tokens_to_ids(IMAGE_TOKEN))
-    note = "" if full == count else (
-        f"the figure of {name} ({image.width}x{image.height} pixels) is downsized from {full:,} to {count:,} visual tokens "
-        "(--max-image-tokens)")
+    note = f"the figure of {name} ({image.width}x{image.height} pixels) is downsized from {full:,} to {count:,} visual"
+    note = f"{note} tokens (--max-image-tokens)" if full > count else ""
     return Encoded(name, ids[:place] + [ids[place]] * count + ids[place + 1:], pixels["pixel_values"],
                    pixels["image_grid_thw"], count, note)
 
