@@ -18,8 +18,8 @@ def batch_metrics(batch, shaped_rewards, sampling_seconds):
     tokens = trained.sum().item()
     base_kl = {}
     if rows[0].reference_logprobs is not None:  # k1, see losses.ratio_metrics
-        away = torch.cat([row.logprobs - row.reference_logprobs for row in rows])
-        base_kl = {"trainer/base_kl_k1": away[trained].mean().item()}
+        difference = torch.cat([row.logprobs - row.reference_logprobs for row in rows])
+        base_kl = {"trainer/base_kl_k1": difference[trained].mean().item()}
     return base_kl | {
         "reward": statistics.fmean(row.reward for row in rows),
         **{f"reward/{name}": statistics.fmean(row.rewards[name] for row in rows) for name in rows[0].rewards},

@@ -60,6 +60,7 @@ def test_a_run_without_evaluation_or_gpu_costs_time_alone(folders, tmp_path, cap
     assert results["cost"]["evaluation_seconds"] == 0 < results["cost"]["wall_seconds"]
     out = capsys.readouterr().out.splitlines()
     assert out[-2].startswith("time ") and out[-1] == f"run directory: {tmp_path / 'run'}"
+    assert out.index(out[-1]) < next(i for i, line in enumerate(out) if line.startswith("step ")), "said at the end only"
 
 
 def test_one_step_without_energy_makes_the_energy_unknown_and_a_torn_line_is_not_read(tmp_path):

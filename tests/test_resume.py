@@ -444,7 +444,9 @@ def test_a_training_holds_the_lock(given, tmp_path, monkeypatch):
 
     when(monkeypatch, "completion_logprobs", 1, look)
     assert command(given(steps=1, evaluate=False)) == 0
-    folder.lock_folder(tmp_path / "run").release()
+    assert command([*given(experiment_name="evaluated"), "--eval-only"]) == 0
+    for name in ("run", "evaluated"):
+        folder.lock_folder(tmp_path / name).release()
 
 
 # Disks
