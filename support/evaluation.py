@@ -51,25 +51,6 @@ def compare(before, after):
             "mcnemar_p": mcnemar(before, after) if before and after else None}
 
 
-def gain(before, after):
-    """The records of two evaluations -> the paired test, and where the gain comes from: the box, or the answer in it.
-
-    Of the questions that both have; None where either is missing or they share none.
-    """
-    later = {(row["question"], row["gold"]): row for row in after or []}
-    pairs = [(row, later[row["question"], row["gold"]]) for row in before or []
-             if (row["question"], row["gold"]) in later]
-    if not pairs:
-        return None
-    gained = [b for b, a in pairs if is_right(a) and not is_right(b)]
-    lost = [a for b, a in pairs if is_right(b) and not is_right(a)]
-    without_box = [b for b in gained if b["choice"] is None]
-    lost_box = sum(a["choice"] is None for a in lost)
-    return {"n": len(pairs), "gained": len(gained), "lost": len(lost), "mcnemar_p": mcnemar(*zip(*pairs)),
-            "gained_box": len(without_box), "gained_box_only": sum(is_right(b, lenient=True) for b in without_box),
-            "gained_answer": len(gained) - len(without_box), "lost_box": lost_box, "lost_answer": len(lost) - lost_box}
-
-
 def results_table(results):
     """The before/after table as text."""
     columns = [name for name in ("before", "after") if results[name]]

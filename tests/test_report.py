@@ -1,6 +1,7 @@
 """The report: its numbers, what it makes of older and damaged runs and of hostile text, and the page in a real browser.
 
-Most runs here are written by hand, as the files of a run are the report's only input; one is a real training.
+Most runs here are written by hand, as the files of a run are the report's only input; one is a real training. What the
+page's script computes is read off the page.
 """
 
 import base64
@@ -12,10 +13,10 @@ import subprocess
 
 import pytest
 from batches import figure
-from runs import command, flags, install_reward, lines, make_data_set
+from runs import command, flags, lines, make_data_set
 
 import report
-from support.evaluation import compare
+from support.evaluation import compare, mcnemar
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 STEPS, GROUP = 3, 4
@@ -86,11 +87,11 @@ def run(tmp_path):
     return write_run(tmp_path / "run")
 
 
-def blocks(page):
-    """The data in a page, by id."""
-    parts = re.findall(r'<script type="application/json" id="json-([\w-]+)">(.*?)</script>',
-                       page.read_text(encoding="utf-8"), re.DOTALL)
-    return {name: json.loads(block) for name, block in parts}
+def shown(page):
+    """The data in a page: what it holds of each run."""
+    block, = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(encoding="utf-8"),
+                        re.DOTALL)
+    return json.loads(block)
 
 
 def make(capsys, *arguments):
@@ -107,34 +108,28 @@ def page_of(run, capsys):
     """The data of the run's page, which is made without a note."""
     code, out, err = make(capsys, run)
     assert (code, out, err) == (0, f"{run / 'report.html'}\n", "")
-    return blocks(run / "report.html")
+    data, = shown(run / "report.html")
+    return data
 
 
-def check_numbers(run, page):
+def check_numbers(run, data):
     """The page's numbers are those of the files."""
-    data, metrics, rollouts = page["data"], lines(run / "metrics.jsonl"), lines(run / "rollouts.jsonl")
+    metrics, rollouts = lines(run / "metrics.jsonl"), lines(run / "rollouts.jsonl")
     assert data["results"] == json.loads((run / "results.json").read_text()) and data["notes"] == []
-    assert data["gain"]["mcnemar_p"] == data["results"]["mcnemar_p"]
     numbers = {name for row in metrics for name, value in row.items() if value is not None}
     assert data["metrics"] == {name: [row.get(name) for row in metrics] for name in numbers}
-    assert [each["accuracy"] for each in data["evaluations"]] == [
-        data["results"][side]["accuracy"] for side in ("before", "after")]
-    assert len(data["groups"]) * GROUP == len(rollouts) == len(metrics) * 2 * GROUP
-    shown = [(row, group, data["groups"][2 * step + i]) for step in range(len(metrics))
-             for i, group in enumerate(page[f"step-{step + 1}"]) for row in group]
-    for record, (row, group, (step, place, right, size, marks)) in zip(rollouts, shown, strict=True):
-        assert row | {name: record[name] for name in row if name != "right"} == row
-        assert {"text", "choice", "reward", "advantage", "length", "truncated"} <= set(row)
-        assert row["right"] == record.get("right", record["reward"] > 0)
-        assert step == record["step"] and right == sum(r["right"] for r in group) and size == GROUP
-        question = data["questions"][str(place)]
-        assert (question["question"], question["split"]) == (record["question"], "train")
-        assert ("d" in marks) == (len({r["reward"] for r in group}) == 1)
-    for row in page["answers"]["before"] + page["answers"]["after"]:
-        question = data["questions"][str(row["place"])]
-        assert (question["question"], question["label"], question["split"]) == (row["question"], row["gold"], "test")
-    assert set(page["figures"]) == {question["figure"] for question in data["questions"].values()}
-    assert all(figure.startswith("data:image/webp;base64,") for figure in page["figures"].values())
+    assert data["accuracy"] == [[step, data["results"][side]["accuracy"]]
+                                for step, side in ((0, "before"), (len(metrics), "after"))]
+    for record, row in zip(rollouts, data["rollouts"], strict=True):
+        assert {"text", "choice", "right", "reward", "advantage", "length", "truncated"} <= set(row)
+        assert row == {name: record[name] for name in row}
+    questions = {(row["split"], row["question"]): row for row in data["questions"]}
+    assert all(("train", row["question"]) in questions for row in rollouts)
+    for name, side in (("eval-base.json", "before"), (f"eval-step-{len(metrics)}.json", "after")):
+        for record, row in zip(json.loads((run / name).read_text()), data[side], strict=True):
+            assert row == record and questions["test", row["question"]]["label"] == row["gold"]
+    assert set(data["figures"]) == {question["figure"] for question in data["questions"]}
+    assert all(figure.startswith("data:image/webp;base64,") for figure in data["figures"].values())
 
 
 def test_numbers_are_those_of_the_files(run, capsys):
@@ -142,46 +137,9 @@ def test_numbers_are_those_of_the_files(run, capsys):
 
 
 def test_a_training_leaves_its_page(folders, tmp_path):
-    undo = install_reward()
-    try:
-        assert command(flags(folders(), make_data_set(tmp_path / "data"), tmp_path, steps=2)) == 0
-    finally:
-        undo()
-    check_numbers(tmp_path / "run", blocks(tmp_path / "run" / "report.html"))
-
-
-def test_an_older_run_opens(run, capsys):
-    """Without splits, judged answers and named rewards, with clip shares named after the loss and token changes."""
-    new = page_of(run, capsys)
-    drop = {"rollouts.jsonl": ("right", "rewards"), "questions.jsonl": ("split",), "metrics.jsonl": ("reward/right",),
-            "eval-base.json": ("right", "lenient_right"), f"eval-step-{STEPS}.json": ("right", "lenient_right")}
-    for name, fields in drop.items():
-        rows = lines(run / name) if name.endswith("l") else json.loads((run / name).read_text())
-        rows = [{key: value for key, value in row.items() if key not in fields} for row in rows]
-        for row in rows:
-            if "trainer/clip_fraction" in row:
-                row["ppo/clip_fraction"] = row.pop("trainer/clip_fraction")
-            if "advantage" in row:
-                row |= {"token_changes": [0.1, -0.1, 0.0], "token_texts": ["so", " B", ""]}
-        dump(run / name, rows)
-    old = page_of(run, capsys)
-    assert new["data"]["metrics"].pop("reward/right")
-    for page in (old, new):
-        for question in page["data"]["questions"].values():
-            question.pop("split", None)
-        for row in page["answers"]["before"] + page["answers"]["after"]:
-            del row["lenient_right"]
-    assert old == new  # also one id's two figures, and no token changes
-
-
-def test_the_gain_is_split_into_box_and_answer(run, capsys):
-    choices = [None, None, "B", "B", "A", "A", "A", None], ["A", "B", "A", "A", "B", None, "A", None]
-    for name, side, order in (("eval-base.json", choices[0], 1), (f"eval-step-{STEPS}.json", choices[1], -1)):
-        dump(run / name, [answer(i, choice, lenient_choice=choice or "A", lenient_right=choice in (None, "A"))
-                          for i, choice in enumerate(side)][::order])
-    assert page_of(run, capsys)["data"]["gain"] == {
-        "n": 8, "gained": 3, "lost": 2, "mcnemar_p": 1.0, "gained_box": 1, "gained_box_only": 1, "gained_answer": 2,
-        "lost_box": 1, "lost_answer": 1}
+    assert command(flags(folders(), make_data_set(tmp_path / "data"), tmp_path, steps=2)) == 0
+    data, = shown(tmp_path / "run" / "report.html")
+    check_numbers(tmp_path / "run", data)
 
 
 def test_the_task_decides_what_is_right(run, capsys):
@@ -190,30 +148,18 @@ def test_the_task_decides_what_is_right(run, capsys):
         change(run / name, gold="1/2", choice="0.50", right=right, lenient_choice="0.50", lenient_right=right)
     (run / "results.json").unlink()
     change(run / "rollouts.jsonl", choice="0.50", right=lambda row: row["step"] == 2, reward=0.5)
-    page = page_of(run, capsys)
-    assert [page["data"]["results"][side][key]["count"] for side in ("before", "after")
+    data = page_of(run, capsys)
+    assert [data["results"][side][key]["count"] for side in ("before", "after")
             for key in ("accuracy", "lenient_accuracy", "accuracy_given_format")] == [0, 0, 0, 3, 3, 3]
-    assert (page["data"]["gain"]["gained"], page["data"]["gain"]["lost"]) == (3, 0)
-    assert [row["right"] for side in ("before", "after") for row in page["answers"][side]] == [False] * 3 + [True] * 3
-    assert [group[2] for group in page["data"]["groups"]] == [0, 0, GROUP, GROUP, 0, 0]
-
-
-def test_solved_and_lost_now_compare_with_the_questions_time_before(run, capsys):
-    right = {1: [0, 1, 0, 0], 2: [1, 1, 0, 0], 3: [1, 1, 1, 1], 4: [0, 0, 0, 0]}
-    dump(run / "rollouts.jsonl", [rollout(step, 0, "A", bool(each), truncated=step == 4)
-                                  for step, group in right.items() for each in group])
-    groups = page_of(run, capsys)["data"]["groups"]
-    assert [[step, *rest] for step, _, *rest in groups] == [
-        [1, 1, 4, ""], [2, 2, 4, "s"], [3, 4, 4, "d"], [4, 0, 4, "ldt"]]
+    assert [row["right"] for side in ("before", "after") for row in data[side]] == [False] * 3 + [True] * 3
+    assert {row["step"] for row in data["rollouts"] if row["right"]} == {2}
 
 
 def test_a_long_run_is_thinned_out(run, capsys):
     dump(run / "rollouts.jsonl", [rollout(step, 0, "A", True, text="x" * 300_000) for step in range(1, 41)])
     code, _, err = make(capsys, run)
-    page = blocks(run / "report.html")
-    kept = [int(name[5:]) for name in page if name.startswith("step-")]
+    kept = [row["step"] for row in shown(run / "report.html")[0]["rollouts"]]
     assert code == 0 and "a long run" in err and 1 < len(kept) < 40 and kept[-1] == 40
-    assert {row[0] for row in page["data"]["groups"]} == set(kept)
     assert (run / "report.html").stat().st_size < 15_000_000
 
 
@@ -235,22 +181,24 @@ def test_every_file_may_be_missing_or_damaged(run, capsys):
                 file.write_bytes(damaged)
             code, out, err = make(capsys, run)
             assert code == 0 and out == f"{run / 'report.html'}\n" and err.count("\n") <= 1
-            page = blocks(run / "report.html")
+            data, = shown(run / "report.html")
             if damaged in (None, b"\xff\x00{") and (name, damaged) != ("results.json", None):  # made from the others
                 assert {"figures/00001.png": "1 figure", f"eval-step-{STEPS}.json": "eval-step-"}.get(name, name) in err
-            assert len(page["data"]["groups"]) == STEPS * 2 or name == "rollouts.jsonl"
+            assert len(data["rollouts"]) == STEPS * 2 * GROUP or name == "rollouts.jsonl"
         file.write_bytes(whole)
 
 
 def test_what_is_no_run_is_one_line(tmp_path, capsys):
-    for path, message in ((tmp_path / "none", "is not a folder"), (tmp_path, "is no run directory")):
+    for path in (tmp_path / "none", tmp_path):
         code, out, err = make(capsys, path)
-        assert code == 2 and out == "" and err.startswith("error: ") and message in err and err.count("\n") == 1
+        assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1
+        assert f"{path} is no run's folder" in err
     assert make(capsys, tmp_path, tmp_path)[0] == 2
     (tmp_path / "config.json").write_text("{}")
     code, out, err = make(capsys, tmp_path)
-    assert code == 0 and "metrics.jsonl is missing; results.json is missing" in err and err.count("\n") == 1
-    assert make(capsys, tmp_path, "--output", tmp_path / "no" / "page.html")[0] == 2
+    assert code == 0 and "metrics.jsonl is missing; rollouts.jsonl is missing" in err and err.count("\n") == 1
+    code, _, err = make(capsys, tmp_path, "--output", tmp_path / "no" / "page.html")
+    assert code == 2 and "cannot be written" in err and err.count("\n") == 1
 
 
 def test_a_training_goes_on_without_its_report(run, tmp_path, capsys):
@@ -258,14 +206,14 @@ def test_a_training_goes_on_without_its_report(run, tmp_path, capsys):
     (run / "report.html").mkdir()
     report.write_report(run)
     printed = capsys.readouterr().out
-    assert printed.count("\n") == 2 and "is not a folder" in printed and "report.html was not written" in printed
+    assert printed.count("\n") == 2 and "is no run's folder" in printed and "report.html was not written" in printed
 
 
 def test_a_figure_outside_the_run_is_not_read(run, capsys):
     figure((70, 64), 0).convert("RGB").save(run.parent / "secret.png")
     for name in ("figures/../../secret.png", str(run.parent / "secret.png"), "../secret.png"):
         change(run / "questions.jsonl", figure=name)
-        assert make(capsys, run)[0] == 0 and blocks(run / "report.html")["figures"] == {}
+        assert make(capsys, run)[0] == 0 and shown(run / "report.html")[0]["figures"] == {}
 
 
 def make_hostile(run):
@@ -289,24 +237,10 @@ def make_hostile(run):
 def test_no_text_ends_its_block(run):
     path = make_hostile(run)
     report.write_report(path)
-    page = blocks(path / "report.html")
-    assert page["data"]["config"][HOSTILE[1]] == HOSTILE[3]
-    assert {HOSTILE[0], HOSTILE[3]} <= {row["text"] for group in page["step-1"] for row in group}
-    assert (path / "report.html").read_text(encoding="utf-8").count("<script") == len(page) + 1
-
-
-def test_comparing_runs(run, capsys, tmp_path):
-    copy = shutil.copytree(run, tmp_path / "copy" / "run")
-    change(copy / "config.json", loss_fn="mine")
-    (copy / "results.json").unlink()
-    code, out, err = make(capsys, run, copy, "--output", tmp_path / "both.html")
-    assert code == 0 and out == f"{tmp_path / 'both.html'}\n" and err == ""
-    data = blocks(tmp_path / "both.html")["data"]
-    assert [each["name"] for each in data["runs"]] == [str(run), str(copy)]  # folders of one name
-    assert data["differing"] == [["loss_fn", "importance_sampling", "mine"]]
-    assert [each["results"]["after"] for each in data["runs"]] == [
-        json.loads((run / "results.json").read_text())["after"]] * 2
-    assert data["runs"][1]["against_first"]["mcnemar_p"] == 1.0
+    data, = shown(path / "report.html")
+    assert data["config"][HOSTILE[1]] == HOSTILE[3]
+    assert {HOSTILE[0], HOSTILE[3]} <= {row["text"] for row in data["rollouts"]}
+    assert (path / "report.html").read_text(encoding="utf-8").count("<script") == 2
 
 
 # In a browser
@@ -411,6 +345,73 @@ def test_rewards_and_questions_of_another_task_in_a_browser(run, capsys):
     assert re.fullmatch(r"✓reward [01]right [01]brevity -0.25advantage .*", out["facts"])
 
 
+def test_an_older_run_looks_the_same(run, capsys):
+    """Without splits, judged answers and named rewards, with clip shares named after the loss and token changes."""
+    look = """
+        for (const fold of document.querySelectorAll("details")) fold.open = true;
+        for (const button of document.querySelectorAll("#questions button")) {
+          button.click();
+          (out.groups ??= []).push($("#group").textContent, $("#group img").dataset.figure); }
+        out.figures = [...document.images].map(image => image.dataset.figure);
+        out.text = $("main").textContent;"""
+    page_of(run, capsys)
+    new = browse(run / "report.html", look)
+    drop = {"rollouts.jsonl": ("right", "rewards"), "questions.jsonl": ("split",), "metrics.jsonl": ("reward/right",),
+            "eval-base.json": ("right", "lenient_right"), f"eval-step-{STEPS}.json": ("right", "lenient_right")}
+    for name, fields in drop.items():
+        rows = lines(run / name) if name.endswith("l") else json.loads((run / name).read_text())
+        rows = [{key: value for key, value in row.items() if key not in fields} for row in rows]
+        for row in rows:
+            if "trainer/clip_fraction" in row:
+                row["ppo/clip_fraction"] = row.pop("trainer/clip_fraction")
+            if "advantage" in row:
+                row |= {"token_changes": [0.1, -0.1, 0.0], "token_texts": ["so", " B", ""]}
+        dump(run / name, rows)
+    page_of(run, capsys)
+    assert browse(run / "report.html", look) == new and len(set(new["figures"])) >= 4
+
+
+def test_the_gain_is_split_into_box_and_answer(run, capsys):
+    choices = [None, None, "B", "B", "A", "A", "A", None], ["A", "B", "A", "A", "B", None, "A", None]
+    for name, side, order in (("eval-base.json", choices[0], 1), (f"eval-step-{STEPS}.json", choices[1], -1)):
+        dump(run / name, [answer(i, choice, lenient_choice=choice or "A", lenient_right=choice in (None, "A"))
+                          for i, choice in enumerate(side)][::order])
+    page_of(run, capsys)
+    out = browse(run / "report.html", """
+        out.verdict = $("#section-result > p").textContent;
+        const card = [...document.querySelectorAll(".card")].find(card => card.textContent.startsWith("Is it reason"));
+        out.cells = [...card.querySelectorAll("td")].map(cell => cell.textContent);
+        out.format = card.querySelector("p").textContent;
+        out.tests = [[3, 2], [9, 0], [1, 12], [0, 0], [900, 300]].map(([gained, lost]) => mcnemar(gained, lost));
+        """)
+    assert out["cells"] == ["1", "1", "0", "2", "1", "+1"]  # gained, lost, net: of the box, of the answer
+    assert "Of 8 evaluation questions" in out["verdict"] and "p = 1)" in out["verdict"]
+    assert "Of the 1 that are right now and had no box before, 1 had named the right letter" in out["format"]
+    wrong, right = answer(0, "B"), answer(0, "A")
+    assert out["tests"] == pytest.approx([mcnemar([wrong] * gained + [right] * lost, [right] * gained + [wrong] * lost)
+                                          for gained, lost in ((3, 2), (9, 0), (1, 12), (0, 0), (900, 300))])
+
+
+def test_solved_and_lost_now_compare_with_the_questions_time_before(run, capsys):
+    right = {1: [0, 1, 0, 0], 2: [1, 1, 0, 0], 3: [1, 1, 1, 1], 4: [0, 0, 0, 0]}
+    dump(run / "rollouts.jsonl", [rollout(step, 0, "A", bool(each), truncated=step == 4)
+                                  for step, group in right.items() for each in group])
+    page_of(run, capsys)
+    out = browse(run / "report.html", """
+        out.steps = {};
+        for (const mark of "sldt") {
+          choose("#filter", mark);
+          out.steps[mark] = [...$("#step").options].map(option => Number(option.value)); }
+        choose("#filter", "");
+        out.right = [];
+        for (const step of [1, 2, 3, 4]) {
+          choose("#step", step);
+          out.right.push($("#questions").textContent); }
+        """)
+    assert out["steps"] == {"s": [2], "l": [4], "d": [3, 4], "t": [4]}
+    assert out["right"] == ["0 · 1/4", "0 · 2/4", "0 · 4/4", "0 · 0/4"]
+
+
 def test_hostile_text_on_a_phone(run):
     path = make_hostile(run)
     report.write_report(path)
@@ -445,16 +446,32 @@ def test_headings_on_a_phone_are_not_under_the_navigation(run, capsys):
     assert out["lines"] > 1 and len(out["covered"]) == 5 and max(out["covered"]) <= 0
 
 
-def test_partial_runs_and_comparisons_in_a_browser(run, tmp_path, capsys):
+def test_comparing_runs_in_a_browser(run, tmp_path, capsys):
     copy = shutil.copytree(run, tmp_path / "copy" / "run")
-    make(capsys, run, copy, "--output", copy / "compare.html")
-    out = browse(copy / "compare.html", "out.curves = document.querySelectorAll('polyline.raw[data-name$=run]').length")
+    change(copy / "config.json", loss_fn="mine")
+    (copy / "results.json").unlink()
+    code, out, err = make(capsys, run, copy, "--output", copy / "compare.html")
+    assert code == 0 and out == f"{copy / 'compare.html'}\n" and err == ""
+    out = browse(copy / "compare.html", """
+        out.curves = document.querySelectorAll("polyline.raw[data-name$=run]").length;
+        const cells = row => [...row.children].map(cell => cell.textContent);
+        const rows = id => [...document.querySelectorAll(`#section-${id} tr`)].map(cells);
+        [out.results, out.settings] = [rows("result"), rows("settings")];""")
     assert out["curves"] >= 2 * 10
+    names = [str(run), str(copy)]  # folders of one name
+    assert out["settings"] == [["", *names], ["loss_fn", "importance_sampling", "mine"]]
+    results = {name: cells for name, *cells in out["results"]}
+    assert results[""] == names and results["accuracy, at the end"][0] == results["accuracy, at the end"][1]
+    paired, = (cells for name, cells in results.items() if "McNemar" in name)
+    assert paired == ["–", "0 / 0, p = 1"]
+
+
+def test_partial_runs_in_a_browser(run, capsys):
     for name in ("results.json", "questions.jsonl", f"eval-step-{STEPS}.json", "config.json"):
-        (copy / name).unlink()
-    make(capsys, copy)
-    browse(copy / "report.html", "", width=390)
+        (run / name).unlink()
+    make(capsys, run)
+    browse(run / "report.html", "", width=390)
     for file in ("rollouts.jsonl", "eval-base.json"):
-        (copy / file).unlink()
-    make(capsys, copy)
-    assert browse(copy / "report.html", "out.note = $('.note').textContent")["note"].startswith("Not all of the run")
+        (run / file).unlink()
+    make(capsys, run)
+    assert browse(run / "report.html", "out.note = $('.note').textContent")["note"].startswith("Not all of the run")
