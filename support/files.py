@@ -6,7 +6,6 @@ import os
 
 from support.errors import describe
 
-MOST = 200_000_000  # characters of a JSON file, or of one line of JSON lines: more is damage, and would fill the memory
 LARGEST = 1e300  # numbers beyond it overflow where they are added or divided
 
 
@@ -30,17 +29,12 @@ def fits(row, fields):
         for name, kind in fields.items())
 
 
-def read_json(path, notes, missing="is missing"):
-    """The value of a JSON file, or None and a line in `notes` that says why; `missing=""`: none of a missing file."""
+def read_json(path, notes):
+    """The value of a JSON file, or None and a line in `notes` that says why."""
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            text = file.read(MOST + 1)
-        if len(text) > MOST:
-            raise ValueError("too large")
-        return parse(text)
+        return parse(path.read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError:
-        if missing:
-            notes.append(f"{path.name} {missing}")
+        notes.append(f"{path.name} is missing")
     except (OSError, ValueError) as error:
         notes.append(f"{path.name} cannot be read ({describe(error)})")
 
@@ -50,7 +44,7 @@ def read_lines(path, notes, fields=None):
     damaged = 0
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
-            for line in iter(lambda: file.readline(MOST), ""):
+            for line in file:
                 try:
                     row = parse(line)
                 except ValueError:
