@@ -3,9 +3,9 @@
     python -m recipes.distill                                  # opsd: the teacher is the base, which reads the solution
     python -m recipes.distill --teacher-model OTHER/MODEL      # opd: the teacher is another model of the same tokenizer
 
-The policy draws its own answers; the advantage of a token is teacher logp - sampled logp, so its expectation is minus
-the reverse KL divergence KL(policy || teacher) of that token (on-policy distillation). No group is compared and none is
-skipped. Rewards are drawn along and logged; they do not train.
+The policy draws its own answers. The advantage of a token is teacher logp - sampled logp, so its expectation is minus
+the token's reverse KL divergence KL(policy || teacher) (on-policy distillation). Rewards are logged and do not train:
+no group is compared and none is skipped.
 """
 
 import contextlib
@@ -23,11 +23,23 @@ from support.run_settings import flag
 
 @dataclass
 class DistillConfig(grpo.Config):
-    teacher_model: str = flag("", "another model as the teacher; empty: the base that reads the solution",
-                              section="model")
+    teacher_model: str = flag("", "the teacher; empty: the base model, which reads the solution", section="model")
 
 
-def load_teacher(policy, config, task=grpo.GEOQA):
+def load_solved(config, split):
+    """The questions. Raises UserError where the teacher has no worked solution to read for a training question."""
+    questions = grpo.GEOQA.load(config, split)
+    if split == "train" and not config.teacher_model:
+        unsolved = [question.id for question in questions if not question.answer.strip()]
+        if unsolved:
+            raise UserError(f"{len(unsolved)} questions have no worked solution (column answer), first {unsolved[0]}")
+    return questions
+
+
+TASK = dataclasses.replace(grpo.GEOQA, load=load_solved)
+
+
+def load_teacher(policy, config):
     """-> teacher(batch), which sets each row's advantage (T,) and gives the reverse KL as a metric."""
     model = policy
     if config.teacher_model:
@@ -36,37 +48,24 @@ def load_teacher(policy, config, task=grpo.GEOQA):
             raise UserError(f"--teacher-model {config.teacher_model} has another tokenizer than {config.base_model}")
 
     def teacher(batch):
-        prompts = grpo.encode_prompts(model, batch.questions, task, config.max_image_tokens,
+        prompts = grpo.encode_prompts(model, batch.questions, TASK, config.max_image_tokens,
                                       with_solution=not config.teacher_model)
         rows = [dataclasses.replace(row, prompt=prompts[i // batch.group_size]) for i, row in enumerate(batch.rows)]
         with contextlib.nullcontext() if config.teacher_model else policy.model.disable_adapter():
             logprobs = grpo.frozen_logprobs(model, rows, config)
         for row, teacher_logprobs in zip(batch.rows, logprobs):
             row.advantage = teacher_logprobs - row.logprobs
-        away = torch.cat([-row.advantage[row.trained] for row in batch.rows])
-        return {"opd/reverse_kl_mean": away.mean().item()}
+        advantages = torch.cat([row.advantage[row.trained] for row in batch.rows])
+        return {"opd/reverse_kl_mean": -advantages.mean().item()}
 
     return teacher
-
-
-def with_solutions(task):
-    """The task, which refuses training questions without a worked solution."""
-    def load(config, split):
-        questions = task.load(config, split)
-        unsolved = [question.id for question in questions if not question.answer.strip()] if split == "train" else []
-        if unsolved and not config.teacher_model:
-            raise UserError(f"{len(unsolved)} questions have no worked solution (column answer) for the teacher to read, "
-                            f"the first is {unsolved[0]}")
-        return questions
-
-    return dataclasses.replace(task, load=load)
 
 
 def main(config):
     for name in ("dynamic_sampling", "overlong_penalty"):
         if getattr(config, name):
             raise UserError(f"--{name.replace('_', '-')} shapes rewards, which distillation does not use")
-    return grpo.main(config, with_solutions(grpo.GEOQA), load_teacher)
+    return grpo.main(config, TASK, load_teacher)
 
 
 if __name__ == "__main__":

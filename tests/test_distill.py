@@ -1,4 +1,4 @@
-"""Distillation: the teacher's log-probabilities are the advantage, and the solution stays out of the student's input."""
+"""Distillation: the teacher's log-probabilities give the advantage; the solution stays out of the student's input."""
 
 import dataclasses
 
