@@ -3,13 +3,11 @@
     python demo.py                       # the shipped model
     python demo.py --steps 20 --seed 1   # takes every flag of grpo.py
 
-What learns here is grpo.py as it is: it gets a local model folder and a local data folder, as anybody may give it
-theirs, and does not know that this is a demo. What is a toy:
- 1. The question is which kind of angle is drawn: acute, right, obtuse or straight. The columns are those of GeoQA.
- 2. The policy is a Qwen3.5 of 0.8 M parameters with a vocabulary of its own (demo_model/make.py made it). It was taught
-    to see angles and to answer, and then spoiled on purpose: under obtuse angles it mostly leaves out the box, under
-    straight ones it mostly names a wrong letter, and a little of both elsewhere. As in the real run, half of what GRPO
-    then gains is format.
+grpo.py is used as it is, with a local model folder and a local data folder. Two things are toys:
+ 1. The question: which kind of angle is drawn, acute, right, obtuse or straight. The columns are those of GeoQA.
+ 2. The policy: a Qwen3.5 of 0.8 M parameters with its own vocabulary, made by demo_model/make.py. It was taught to see
+    angles and to answer, and then spoiled on purpose: obtuse angles mostly lack the box, straight ones mostly get a
+    wrong letter, the others a little of both. As in the real run, half of what GRPO then gains is format.
 """
 
 if __name__ == "__main__":  # before torch, so that Ctrl-C is no traceback while libraries load
@@ -89,11 +87,8 @@ def draw_rows(count, seed):
 
 def write_dataset(folder):
     """Writes train.parquet (512 rows) and test.parquet (100 other figures), where they are not there yet."""
-    from datasets import Dataset, Features, List, Value, disable_progress_bars
-    from datasets import Image as ImageColumn
+    from datasets import Dataset, disable_progress_bars
 
-    columns = Features({"id": Value("int64"), "image": ImageColumn(), "subject": Value("string"),
-                        "choices": List(Value("string")), "label": Value("int64"), "answer": Value("string")})
     disable_progress_bars()  # they would flash for a tenth of a second
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -104,7 +99,7 @@ def write_dataset(folder):
         path = folder / f"{split}.parquet"
         if not path.exists():
             draft = folder / f"{split}.{os.getpid()}.tmp"
-            Dataset.from_list(draw_rows(count, seed), columns).to_parquet(draft)
+            Dataset.from_list(draw_rows(count, seed)).to_parquet(draft)
             os.replace(draft, path)
 
 

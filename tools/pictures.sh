@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The README's pictures, from a run of the demo (Debian: apt-get install chromium fonts-noto-cjk):
-#   OMP_NUM_THREADS=1 python demo.py --log-token-changes 2 --experiment-name angles
+#   OMP_NUM_THREADS=1 python demo.py --experiment-name angles
 #   tools/pictures.sh runs/angles
 set -euo pipefail
 run=$(realpath "$1") docs=$(realpath "$(dirname "$0")/../docs") work=$(mktemp -d)
