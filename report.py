@@ -62,8 +62,8 @@ def read_evaluations(path, notes):
     evaluations = {}
     for file in path.glob("eval-*.json"):
         name = re.fullmatch(r"eval-(base|adapter|step-(\d{1,15}))", file.stem)
-        rows = name and read_json(file, notes)
-        if rows and isinstance(rows, list) and all(fits(row, ANSWER) for row in rows):
+        rows = name and read_json(file, notes, list)
+        if rows and all(fits(row, ANSWER) for row in rows):
             evaluations[int(name[2] or 0)] = [
                 {key: row.get(key) for key in ANSWER}
                 | {"right": is_right(row), "lenient_right": is_right(row, lenient=True)} for row in rows]
@@ -76,10 +76,11 @@ def read_rollouts(path, notes):
     """-> the rows of rollouts.jsonl, by step; of a run that is too long for a page only every Nth step and the last."""
     rows = [{name: row.get(name) for name in ROLLOUT} for row in read_lines(path / "rollouts.jsonl", notes, ROLLOUT)]
     rows.sort(key=lambda row: row["step"])
-    every = math.ceil(sum(len(to_json(row)) for row in rows) * 1.5 / ROLLOUT_BYTES)  # 1.5: Chinese in UTF-8
+    characters = sum(len(to_json(list(row.values()))) for row in rows)
+    every = math.ceil(characters * 1.5 / ROLLOUT_BYTES)  # Chinese has three bytes a character, the rest has one
     if every <= 1:
         return rows
-    notes.append(f"a long run: of its rollouts every {every}th step is here, all are in rollouts.jsonl")
+    notes.append(f"a long run: the rollouts of one step in {every} are here, all are in rollouts.jsonl")
     steps = list(dict.fromkeys(row["step"] for row in rows))
     kept = {*steps[::every], steps[-1]}
     return [row for row in rows if row["step"] in kept]
@@ -111,17 +112,16 @@ def read_run(path):
     if not any((path / name).exists() for name in ("config.json", "metrics.jsonl", "results.json")):
         raise UserError(f"{path} is no run's folder: config.json, metrics.jsonl and results.json are missing")
     notes = []
-    config = read_json(path / "config.json", notes)
-    config = config if isinstance(config, dict) else {}
+    config = read_json(path / "config.json", notes, dict) or {}
     metrics = read_metrics(path, notes)
     evaluations = read_evaluations(path, notes)
     last = max(evaluations, default=0)
     before, after = evaluations.get(0, []), evaluations[last] if last else []
     if config.get("eval_only") and config.get("adapter"):
         before, after = [], before
-    results = read_json(path / "results.json", notes) if (path / "results.json").exists() else None
-    if not isinstance(results, dict):  # not written yet
-        results = {side: summarize(rows) for side, rows in (("before", before), ("after", after)) if rows}
+    results = {side: summarize(rows) for side, rows in (("before", before), ("after", after)) if rows}
+    if (path / "results.json").exists():  # a run writes it last
+        results |= read_json(path / "results.json", notes, dict) or {}
     for side, rows, name in (("before", before, "eval-base.json"), ("after", after, "eval-step-N.json")):
         if results.get(side) and not rows:
             notes.append(f"{name} is missing: no answers {side} training to show")
@@ -136,17 +136,15 @@ def read_whole_run(path):
     rollouts = read_rollouts(path, run["notes"])
     used = {row["question"] for rows in (rollouts, run["before"], run["after"]) for row in rows}
     questions = [row for row in read_lines(path / "questions.jsonl", run["notes"], QUESTION) if row["question"] in used]
-    return run | {"rollouts": rollouts, "questions": questions,
-                  "figures": read_figures(path, questions, run["notes"])}
+    return run | {"questions": questions, "figures": read_figures(path, questions, run["notes"]),
+                  "columns": list(ROLLOUT), "rollouts": [list(row.values()) for row in rollouts]}
 
 
 def read_runs(paths):
-    """What a comparison shows of runs: no rollouts, and their answers without the text."""
+    """What a comparison shows of runs: no rollouts, and of the answers only whether they are right."""
     runs = [read_run(path) for path in paths]
-    for run in runs:
-        for row in run["before"] + run["after"]:
-            del row["text"]
-    return runs
+    return [run | {side: [{name: row[name] for name in ("question", "gold", "right")} for row in run[side]]
+                   for side in ("before", "after")} for run in runs]
 
 
 def to_json(value):

@@ -1,6 +1,6 @@
 """The numbers of an evaluation: shares with their intervals, and the paired test of two evaluations.
 
-A record is one answered question: a row of an eval-NAME.json file. Imports nothing of the project.
+A record is one answered question: a row of an eval-NAME.json file.
 """
 
 import math
@@ -26,10 +26,9 @@ def rate(count, n):
 def summarize(records):
     """The records of one evaluation -> its accuracy, format rate and so on."""
     n = len(records)
-    right = sum(map(is_right, records))
     formatted = [record for record in records if record["choice"] is not None]
     return {
-        "accuracy": rate(right, n), "format_rate": rate(len(formatted), n),
+        "accuracy": rate(sum(map(is_right, records)), n), "format_rate": rate(len(formatted), n),
         "accuracy_given_format": rate(sum(map(is_right, formatted)), len(formatted)),
         "lenient_accuracy": rate(sum(is_right(record, lenient=True) for record in records), n),
         "truncated_rate": rate(sum(record["truncated"] for record in records), n),

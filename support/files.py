@@ -29,10 +29,13 @@ def fits(row, fields):
         for name, kind in fields.items())
 
 
-def read_json(path, notes):
-    """The value of a JSON file, or None and a line in `notes` that says why."""
+def read_json(path, notes, kind=object):
+    """The value of a JSON file, which is a `kind`; or None, and a line in `notes` that says why."""
     try:
-        return parse(path.read_text(encoding="utf-8", errors="replace"))
+        value = parse(path.read_text(encoding="utf-8", errors="replace"))
+        if isinstance(value, kind):
+            return value
+        notes.append(f"{path.name} is damaged")
     except FileNotFoundError:
         notes.append(f"{path.name} is missing")
     except (OSError, ValueError) as error:
