@@ -1,3 +1,4 @@
+import functools
 import os
 from pathlib import Path
 
@@ -46,6 +47,32 @@ def load(folders):
         return policy
 
     return policy
+
+
+@pytest.fixture(scope="session")
+def made(load):
+    """load, with random B matrices, that gives the same policy to all who ask for the same."""
+    return functools.cache(functools.partial(load, adapter=True))
+
+
+@pytest.fixture
+def shared(made):
+    """A policy that several tests use and none trains; tokens that a test stops at or forbids, and gradients, go again.
+
+    Qwen3.5 has two layers of each kind: what a cache or a mask does to one layer, the next of its kind must see.
+    """
+    used = []
+
+    def policy(family="qwen3_5", layers=None, **flags):
+        policy = made(family, layers=layers or (4 if family == "qwen3_5" else 2), **flags)
+        used.append((policy, policy.stop_ids, policy.forbidden_ids))
+        return policy
+
+    yield policy
+    for policy, stop_ids, forbidden_ids in reversed(used):
+        policy.stop_ids, policy.forbidden_ids = stop_ids, forbidden_ids
+        for p in policy.parameters():
+            p.grad = None
 
 
 @pytest.fixture(scope="session")
