@@ -1,11 +1,6 @@
-"""What a run cost: seconds, GPU hours, and energy and its price where the driver counts energy.
-
-The energy is the GPU's alone, not the computer's. Its driver counts it, so nothing has to be sampled; reading it needs
-the package nvidia-ml-py and a GPU that keeps the count (Volta or newer).
-"""
+"""What a run cost: seconds, GPU hours, and where the driver counts it the GPU's energy, with its price."""
 
 import datetime
-import functools
 import time
 
 import torch
@@ -13,9 +8,8 @@ import torch
 from support.files import read_lines
 
 
-@functools.cache
-def energy_reader(device):
-    """torch.device -> a function that gives the joules the GPU has used since the driver was loaded, or None."""
+def gpu_joules(device):
+    """The joules that a GPU has used since its driver was loaded; None where nobody counts them."""
     if device.type != "cuda":
         return None
     try:
@@ -24,18 +18,8 @@ def energy_reader(device):
         pynvml.nvmlInit()
         # By its UUID: torch and the driver may count the GPUs in another order.
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-        return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000
-    except Exception:  # no package, no driver, an old card, a virtual machine: NVML has an error class for each
-        return None
-
-
-def gpu_joules(device):
-    """The GPU's energy counter; None where there is none."""
-    read = energy_reader(device)
-    try:
-        return read and read()
-    except Exception:  # a driver that stops answering must not stop a run
+        return pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000
+    except Exception:  # no package, no driver, a card older than Volta: NVML has an error class for each
         return None
 
 
@@ -49,49 +33,37 @@ class Meter:
         return time.perf_counter() - self.start
 
     def energy(self, name):
-        """-> {"energy/NAME_kwh": ...}; empty without a counter, and where it was reset."""
+        """-> {"energy/NAME_kwh": ...}, or {} where it is not known."""
         before, now = self.joules, gpu_joules(self.device)
-        return {} if before is None or now is None or now < before else {f"energy/{name}_kwh": (now - before) / 3.6e6}
+        return {} if None in (before, now) else {f"energy/{name}_kwh": (now - before) / 3.6e6}
 
     def evaluation(self):
-        """-> metrics of an evaluation that ends now."""
         return {"time/evaluation": self.seconds(), **self.energy("evaluation")}
 
 
-class StepClock:
-    """Time and energy of a step. Sampling is from the clock's making to `sampled()`, with encoding and rewards;
-    learning from there to `learned()`, with advantages; the rest from there to `metrics()`."""
-
-    def __init__(self, device):
-        self.meter = Meter(device)
+class StepClock(Meter):
+    """Sampling, with encoding and rewards, ends at `sampled()`; learning, with advantages, at `learned()`."""
 
     def sampled(self):
-        self.sampling = self.meter.seconds()
+        self.sampling = self.seconds()
 
     def learned(self):
-        self.learning = self.meter.seconds() - self.sampling
+        self.learning = self.seconds() - self.sampling
 
     def metrics(self):
-        return {"time/sampling": self.sampling, "time/learning": self.learning,
-                "time/rest": self.meter.seconds() - self.sampling - self.learning, **self.meter.energy("step")}
+        return {"time/sampling": self.sampling, "time/learning": self.learning, **self.energy("step")}
 
 
 def run_cost(path, electricity_price, gpu):
-    """The cost of what a run directory holds, also of a run that goes on. None stands for what is not known.
-
-    From metrics.jsonl and evaluations.jsonl, so it is right after --resume too: a step that was made again counts once.
-    Loading and writing files are not in it. `electricity_price` is in yuan per kWh, `gpu` whether there was one.
-    """
+    """The cost of the steps and evaluations in a run's logs, the price in yuan per kWh; None: not known."""
     rows = [row for log in ("metrics", "evaluations") for row in read_lines(path / f"{log}.jsonl", [])]
-    seconds = {part: sum(row.get(f"time/{part}", 0) for row in rows)
-               for part in ("sampling", "learning", "rest", "evaluation")}
+    seconds = {f"{part}_seconds": sum(row.get(f"time/{part}", 0) for row in rows)
+               for part in ("sampling", "learning", "evaluation")}
     wall = sum(seconds.values())
-    energy = [row.get("energy/evaluation_kwh" if "evaluation" in row else "energy/step_kwh") for row in rows]
+    energy = [row.get("energy/step_kwh", row.get("energy/evaluation_kwh")) for row in rows]
     energy = sum(energy) if gpu and None not in energy else None
-    return {"wall_seconds": wall, "sampling_seconds": seconds["sampling"], "learning_seconds": seconds["learning"],
-            "evaluation_seconds": seconds["evaluation"], "gpu_hours": wall / 3600 if gpu else None,
-            "energy_kwh": energy, "electricity_price": electricity_price,
-            "money": None if energy is None else energy * electricity_price}
+    return {"wall_seconds": wall, **seconds, "gpu_hours": wall / 3600 if gpu else None, "energy_kwh": energy,
+            "electricity_price": electricity_price, "money": None if energy is None else energy * electricity_price}
 
 
 def cost_lines(cost):

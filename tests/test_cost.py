@@ -21,7 +21,7 @@ JOULES = 3.6e6  # of a kWh
 @pytest.fixture
 def metered(monkeypatch):
     """A GPU, or so it seems, that always draws 200 W."""
-    monkeypatch.setattr(cost, "energy_reader", lambda device: lambda: WATTS * time.perf_counter())
+    monkeypatch.setattr(cost, "gpu_joules", lambda device: WATTS * time.perf_counter())
     monkeypatch.setattr(rundir, "gpu_name", lambda device: "a card")
 
 
@@ -38,7 +38,7 @@ def test_a_resumed_run_costs_what_its_steps_and_evaluations_did(folders, tmp_pat
     assert list(found) == list(first) == KEYS
     steps, evaluations = lines(run / "metrics.jsonl"), lines(run / "evaluations.jsonl")
     assert len(steps) == 2 and [row["evaluation"] for row in evaluations] == ["base", "step-2"]
-    seconds = {part: sum(step[f"time/{part}"] for step in steps) for part in ("sampling", "learning", "rest")}
+    seconds = {part: sum(step[f"time/{part}"] for step in steps) for part in ("sampling", "learning")}
     evaluation = sum(row["time/evaluation"] for row in evaluations)
     assert found["sampling_seconds"] == pytest.approx(seconds["sampling"])
     assert found["learning_seconds"] == pytest.approx(seconds["learning"])
@@ -64,30 +64,25 @@ def test_a_run_without_evaluation_or_gpu_costs_time_alone(folders, tmp_path, cap
 
 
 def test_one_step_without_energy_makes_the_energy_unknown_and_a_torn_line_is_not_read(tmp_path):
-    step = {"time/sampling": 3.0, "time/learning": 2.0, "time/rest": 1.0}
+    step = {"time/sampling": 3.0, "time/learning": 3.0}
     rows = [step | {"energy/step_kwh": 0.5}, step, step]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows))[:-20])
     found = cost.run_cost(tmp_path, 0.6, gpu=True)
     assert found["energy_kwh"] is found["money"] is None
-    assert (found["learning_seconds"], found["wall_seconds"], found["gpu_hours"]) == (4.0, 12.0, 12 / 3600)
+    assert (found["learning_seconds"], found["wall_seconds"], found["gpu_hours"]) == (6.0, 12.0, 12 / 3600)
     assert cost.run_cost(tmp_path / "none", 0.6, gpu=False)["wall_seconds"] == 0
 
 
 def test_the_clock_of_a_step(monkeypatch):
     now, device = [100.0], torch.device("cpu")
     monkeypatch.setattr(cost.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(cost, "energy_reader", lambda device: lambda: WATTS * now[0])
+    monkeypatch.setattr(cost, "gpu_joules", lambda device: WATTS * now[0])
     clock = cost.StepClock(device)
     now[0] += 3
     clock.sampled()
     now[0] += 2
     clock.learned()
-    now[0] += 1
-    assert clock.metrics() == {"time/sampling": 3, "time/learning": 2, "time/rest": 1,
-                               "energy/step_kwh": WATTS * 6 / JOULES}
-    meter = cost.Meter(device)
-    now[0] -= 1  # the driver was loaded again: its counter starts anew
-    assert meter.evaluation().keys() == {"time/evaluation"}
+    assert clock.metrics() == {"time/sampling": 3, "time/learning": 2, "energy/step_kwh": WATTS * 5 / JOULES}
 
 
 def test_the_driver_is_asked_for_torchs_gpu_and_its_errors_are_not_ours(monkeypatch):
@@ -102,14 +97,11 @@ def test_the_driver_is_asked_for_torchs_gpu_and_its_errors_are_not_ours(monkeypa
         nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=asked.append, nvmlDeviceGetTotalEnergyConsumption=energy))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34"))
     device = torch.device("cuda", 0)
-    find_reader = cost.energy_reader.__wrapped__  # without its cache
-    reader = find_reader(device)
-    monkeypatch.setattr(cost, "energy_reader", lambda device: reader)
-    assert cost.gpu_joules(device) == 7.0 and asked == ["GPU-12-34"]  # NVML counts millijoules
-    assert cost.gpu_joules(device) is None
-    assert cost.Meter(device).evaluation().keys() == {"time/evaluation"}
+    assert cost.gpu_joules(device) == 5.0 and asked == ["GPU-12-34"]  # NVML counts millijoules
+    meter = cost.Meter(device)
+    assert meter.joules == 7.0 and meter.evaluation().keys() == {"time/evaluation"}
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert find_reader(device) is None
+    assert cost.gpu_joules(device) is None
 
 
 def test_the_cost_is_two_short_lines():
