@@ -1,27 +1,42 @@
-"""The files of a run that grow: metrics, rollouts, evaluations, and the questions with their figures."""
+"""Writing a run's files, those that grow above all: metrics, rollouts, evaluations, questions with their figures."""
 
+import contextlib
 import json
+import os
 
 import torch
+from safetensors import SafetensorError
 
-from support.errors import printable
-from support.files import parse, sync
-from support.folder import writing
+from support.errors import UserError, describe, printable
+from support.files import parse, sync, write_whole
 from vision_tokens import on_white
 
 
+@contextlib.contextmanager
+def writing(path):
+    """Turns a full disk or a missing permission into a UserError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or describe(error)
+        raise UserError(f"{path} cannot be written: {reason}; checkpoints already there are good") from error
+
+
+def write_json(path, value):
+    with writing(path):
+        write_whole(path, (json.dumps(value, ensure_ascii=False, indent=1, allow_nan=False) + "\n").encode("utf-8"))
+
+
 class Logs:
-    """Appends to the JSON-lines files of a run directory. Every line is flushed: a run can be read while it goes on."""
+    """Appends to the JSON-lines files of a run's folder. A run can be read while it goes on."""
 
     def __init__(self, path):
         self.path = path
         self.questions = set()  # (split, id) of those in questions.jsonl
-        self.unsynced = set()  # files that are not forced to the disk yet
 
     def append(self, name, rows):
         with writing(self.path / name), open(self.path / name, "a", encoding="utf-8") as file:
             file.writelines(map(json_line, rows))
-        self.unsynced.add(name)
 
     def add_question(self, question, split):
         """Writes question and figure, at the question's first use."""
@@ -33,7 +48,6 @@ class Logs:
             with writing(self.path / figure):
                 (self.path / "figures").mkdir(exist_ok=True)
                 on_white(question.image).save(self.path / figure)
-            self.unsynced.add(figure)
         self.append("questions.jsonl", [{
             "question": question.id, "split": split, "figure": figure, "subject": question.subject,
             "choices": list(question.choices or ()), "label": question.label, "answer": question.answer}])
@@ -41,8 +55,9 @@ class Logs:
 
     def sync(self):
         """Forces everything to the disk: where a checkpoint survives a power failure, its logs must too."""
-        while self.unsynced:
-            sync(self.path / self.unsynced.pop())
+        with writing(self.path):
+            for file in (*self.path.glob("*.jsonl"), *self.path.glob("figures/*.png")):
+                sync(file)  # at no cost where it is there already
 
     def cut_back(self, step):
         """Takes the files back to what they were after `step`."""
@@ -63,29 +78,22 @@ class Logs:
         return True
 
 
-def cut_lines(path, wanted=lambda row: True):
+def cut_lines(path, wanted):
     """Cuts a JSON-lines file before its first line that is torn or not `wanted`. Needs no room on the disk."""
     if not path.exists():
         return
     end = 0
-    with open(path, "r+b") as file:
+    with open(path, "r+b") as file, contextlib.suppress(ValueError):  # of a torn line
         for line in file:
-            try:
-                row = json.loads(line) if line.endswith(b"\n") else None
-            except ValueError:
-                row = None
-            if not isinstance(row, dict) or not wanted(row):
+            if not (line.endswith(b"\n") and wanted(json.loads(line))):
                 break
             end += len(line)
-        file.truncate(end)
+    os.truncate(path, end)
 
 
 def json_line(row):
     """A line of a log. NaN and infinities, which JSON does not have, become null."""
-    try:
-        return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
-    except ValueError:
-        return json.dumps(parse(json.dumps(row)), ensure_ascii=False) + "\n"
+    return json.dumps(parse(json.dumps(row)), ensure_ascii=False) + "\n"
 
 
 def rollout_record(step, row):
@@ -111,6 +119,6 @@ def evaluation_record(row):
 
 def group_lines(question, records):
     """A question with its right option, and its completions with reward and advantage, a line each."""
-    return [printable(f"question {question.id}, right is {question.label}: {question.subject}")] + [
-        f"  reward {record['reward']:.3g} advantage {record['advantage']:+.2f} tokens {record['length']}: "
-        f"{printable(record['text'])}" for record in records]
+    return [printable(f"  question {question.id}, right is {question.label}: {question.subject}"), *(
+        f"    reward {record['reward']:.3g} advantage {record['advantage']:+.2f} tokens {record['length']}: "
+        f"{printable(record['text'])}" for record in records)]

@@ -17,8 +17,7 @@ class Interrupted(KeyboardInterrupt):
 class Signals:
     """From `catch` to `restore`, the first SIGINT or SIGTERM raises Interrupted, and a second one kills.
 
-    The first one drops what is going on, unless an optimiser step has changed the policy since the last complete step:
-    then it waits for the end of this step, where `raise_pending` is called.
+    Once an optimiser step has changed the policy, the first one waits for `raise_pending`, at the end of the step.
     """
 
     def __init__(self):

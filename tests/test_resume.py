@@ -12,13 +12,12 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from runs import command, flags, lines, make_data_set, result
 
 import grpo
-from support import checkpoints, folder, logs, rundir, stopping
+from support import checkpoints, logs, rundir, stopping
 from support.errors import UserError
 
 TESTS = Path(__file__).parent
@@ -106,7 +105,6 @@ def test_a_flag_that_alters_the_experiment_is_refused(undisturbed, tmp_path, cap
     assert command(["--resume", str(run), *changes]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"error: {name}") and err.count("\n") == 1
-    before["lock.pid"] = (run / "lock.pid").read_bytes()
     assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
 
 
@@ -126,11 +124,10 @@ def test_harmless_flags_are_taken(undisturbed, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("content, message", [
-    (None, "no run directory, config.json cannot be read"),
-    ("{", "config.json is damaged"),
-    ("[]", "config.json is not a table of settings"),
-    ('{"base_model": "m", "dataset": "d", "steps": 6}', "lacks sampler: an older version made this run"),
-    ('{"base_model": "m", "dataset": "d", "sampler": "loop", "steps": "six"}', "steps is 'six' in config.json"),
+    (None, "config.json is missing"),
+    ("{", "config.json cannot be read"),
+    ("[]", "an older version made this run"),
+    ('{"base_model": "m", "dataset": "d", "steps": 6}', "an older version made this run"),
 ])
 def test_what_is_no_run_directory(tmp_path, capsys, content, message):
     if content:
@@ -154,17 +151,6 @@ def test_model_and_data_set_are_those_that_the_run_resolved(tmp_path):
             checkpoints.check_same_experiment(dataclasses.replace(config, base_model=other))
 
 
-def test_random_state_comes_back():
-    def draws():
-        return random.random(), random.gauss(0, 1), np.random.normal(), np.random.rand(), torch.rand(3).tolist()
-
-    draws()
-    state = json.loads(json.dumps(checkpoints.random_state(torch.device("cpu"))))
-    first = draws()
-    checkpoints.set_random_state(state, torch.device("cpu"))
-    assert draws() == first
-
-
 # Checkpoints
 
 
@@ -174,8 +160,7 @@ def test_the_size_of_a_checkpoint(undisturbed):
     whole = sum(path.stat().st_size for path in newest.iterdir())
     assert whole <= 3 * adapter + 2**20, (whole, adapter)
     assert {path.suffix for path in newest.iterdir()} == {".safetensors", ".json", ""}
-    state = json.loads((newest / "state.json").read_text())
-    assert state["config"]["learning_rate"] == 5e-2 and state["versions"]["torch"] and state["step"] == 6
+    assert json.loads((newest / "state.json").read_text()).keys() == {"step", "questions_drawn", "random"}
 
 
 def test_a_checkpoint_in_plain_peft_gives_the_same_logprobs(undisturbed, load, folders):
@@ -184,8 +169,9 @@ def test_a_checkpoint_in_plain_peft_gives_the_same_logprobs(undisturbed, load, f
 
     ours, ids = load(), torch.arange(40, 90)[None]
     before = ours.model.eval()(input_ids=ids).logits.log_softmax(-1)
-    checkpoint = checkpoints.newest_checkpoint(undisturbed, pytest.fail)
-    checkpoints.restore_checkpoint(*checkpoint, ours, torch.optim.AdamW(ours.parameters()))
+    state = checkpoints.newest_checkpoint(undisturbed, pytest.fail)
+    checkpoints.restore_checkpoint(undisturbed / "step-6", state, ours, torch.optim.AdamW(ours.parameters()))
+    assert torch.get_rng_state().tolist() == state["random"]["torch"]
     plain = PeftModel.from_pretrained(
         AutoModelForImageTextToText.from_pretrained(folders(), dtype=torch.float32), undisturbed / "step-6").eval()
     found = [model(input_ids=ids).logits.log_softmax(-1) for model in (ours.model, plain)]
@@ -216,14 +202,14 @@ def flip(file, position):
 def test_a_flipped_bit_is_noticed_wherever_it_is(undisturbed, tmp_path):
     copy = shutil.copytree(undisturbed / "step-6", tmp_path / "step-6")
     generator = random.Random(0)
-    assert checkpoints.damage(copy) is None
+    assert checkpoints.is_whole(copy)
     for file in copy.iterdir():
         size = file.stat().st_size
         for position in (0, size - 1, *(generator.randrange(size) for _ in range(20))):
             flip(file, position)
-            assert checkpoints.damage(copy), (file.name, position)
+            assert not checkpoints.is_whole(copy), (file.name, position)
             flip(file, position)
-    assert checkpoints.damage(copy) is None
+    assert checkpoints.is_whole(copy)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -232,9 +218,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(undisturbed, t
     name, change = DAMAGES[damage]
     change(run / "step-6" / name)
     told = []
-    newest, state = checkpoints.newest_checkpoint(run, told.extend)
-    assert newest == run / "step-5" and state["step"] == 5
-    assert len(told) == 1 and f"{run / 'step-6'} is not used" in told[0] and name in told[0]
+    assert checkpoints.newest_checkpoint(run, told.extend)["step"] == 5
+    assert len(told) == 1 and f"{run / 'step-6'} is damaged and not used" in told[0]
     assert (run / "step-6.damaged").is_dir()
 
 
@@ -247,7 +232,7 @@ def test_training_goes_on_from_the_checkpoint_before(undisturbed, tmp_path, caps
         file.write('{"step": 7, "rew')
     assert command(["--resume", str(run)]) == 0
     out = capsys.readouterr().out
-    assert out.count("is not used") == 2 and "going on after step 4" in out
+    assert out.count("is damaged and not used") == 2 and "going on after step 4" in out
     assert result(run, 6) == result(undisturbed, 6)
     assert not (run / "step-7.tmp").exists()
 
@@ -265,14 +250,14 @@ def test_keep_checkpoints_keeps_the_newest(tmp_path):
 def test_cutting_a_log(tmp_path):
     log = tmp_path / "log"
     log.write_bytes(b'{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
-    logs.cut_lines(log)
+    logs.cut_lines(log, lambda row: True)
     assert log.read_bytes() == b'{"step": 1}\n{"step": 2}\n{"step": 3}\n'
     logs.cut_lines(log, lambda row: row["step"] <= 1)
     assert log.read_bytes() == b'{"step": 1}\n'
     log.write_bytes(b'{"step": 1}\n\x00\x00\n{"step": 2}\n')
-    logs.cut_lines(log)
+    logs.cut_lines(log, lambda row: True)
     assert log.read_bytes() == b'{"step": 1}\n'
-    logs.cut_lines(tmp_path / "none")
+    logs.cut_lines(tmp_path / "none", lambda row: True)
 
 
 # Interrupts
@@ -419,8 +404,8 @@ def test_killed_runs_end_as_the_undisturbed_one(folders, data, tmp_path, kills):
 # The lock
 
 
-LOCK = "import sys, time; from support import folder; from pathlib import Path\n" \
-       "lock = folder.lock_folder(Path(sys.argv[1])); print('locked', flush=True); time.sleep(600)"
+LOCK = "import sys, time; from support import rundir; from pathlib import Path\n" \
+       "lock = rundir.lock_folder(Path(sys.argv[1])); print('locked', flush=True); time.sleep(600)"
 
 
 def test_a_run_in_use_is_left_alone_until_its_process_dies(undisturbed, tmp_path, capsys):
@@ -430,23 +415,23 @@ def test_a_run_in_use_is_left_alone_until_its_process_dies(undisturbed, tmp_path
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert command(["--resume", str(run)]) == 2
     err = capsys.readouterr().err
-    assert err == f"error: the run directory {run} is in use by another process, number {holder.pid}\n"
+    assert err == f"error: the run directory {run} is in use by another process\n"
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     holder.kill()
     holder.wait()
-    folder.lock_folder(run).release()
+    rundir.lock_folder(run).release()
 
 
 def test_a_training_holds_the_lock(given, tmp_path, monkeypatch):
     def look():
-        with pytest.raises(UserError, match=f"in use by another process, number {os.getpid()}"):
-            folder.lock_folder(tmp_path / "run")
+        with pytest.raises(UserError, match="in use by another process"):
+            rundir.lock_folder(tmp_path / "run")
 
     when(monkeypatch, "completion_logprobs", 1, look)
     assert command(given(steps=1, evaluate=False)) == 0
     assert command([*given(experiment_name="evaluated"), "--eval-only"]) == 0
     for name in ("run", "evaluated"):
-        folder.lock_folder(tmp_path / name).release()
+        rundir.lock_folder(tmp_path / name).release()
 
 
 # Disks
@@ -481,7 +466,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(given, undisturbed, small_disk, 
     printed = capsys.readouterr()
     assert printed.err.startswith(f"error: {disk / 'run'}") and printed.err.count("\n") == 1
     assert "No space left on device" in printed.err and "--resume" in printed.out
-    _, state = checkpoints.newest_checkpoint(disk / "run", pytest.fail)
+    state = checkpoints.newest_checkpoint(disk / "run", pytest.fail)
     assert 1 <= state["step"] <= int(checkpoints_that_fit)
     assert f"to go on after step {state['step']}:" in printed.out
     small_disk(20_000)
@@ -519,7 +504,7 @@ def test_a_read_only_disk(given, undisturbed, small_disk, capsys):
     assert command(["--resume", str(disk / "run")]) == 2
     assert command(given(output_dir=disk, experiment_name="new")) == 2
     first, second = capsys.readouterr().err.splitlines()
-    assert first == f"error: the run directory {disk / 'run'} cannot be written: Read-only file system"
+    assert first == f"error: the run directory {disk / 'run'} is not writable: Read-only file system"
     assert second == f"error: --output-dir {disk} cannot hold runs: {disk} is not a folder that can be written to"
 
 
@@ -572,8 +557,7 @@ def test_numbers_that_are_not_finite_stop_before_the_optimiser(given, tmp_path, 
         assert row["question"].startswith("q")
         assert len(row["tokens"]) == len(row["sampler_logprobs"]) == len(row["learner_logprobs"]) == len(
             row["advantages"]) > 0
-    text = {"learner": "nan", "certain": "-inf", "sampler": "nan", "gradient": "nan"}[kind]
-    assert text in json.dumps(saved)
+    assert {"certain": '"-Infinity"'}.get(kind, '"NaN"') in json.dumps(saved)
     for name in ("adapter_model.safetensors", "optimizer.safetensors"):
         assert (run / f"step-{step}" / name).read_bytes() == (undisturbed / f"step-{step}" / name).read_bytes()
     assert command(["--resume", str(run)]) == 0  # the poison is gone

@@ -59,7 +59,7 @@ def arm(kind, moment):
         before_event(moment, [(grpo, "completion_logprobs"), (torch.optim.AdamW, "step")])
     elif kind == "checkpoint":
         before_event(moment, [(checkpoints.os, "fsync"), (checkpoints.os, "replace"), (checkpoints, "save_file"),
-                              (checkpoints, "digest_line"), (checkpoints.shutil, "rmtree")])
+                              (checkpoints, "checksums"), (checkpoints.shutil, "rmtree")])
     elif kind == "log":
         right, left = logs.Logs.append, [moment]
 
