@@ -2,15 +2,13 @@
 
 import importlib
 import inspect
-import json
-import logging
+import re
 import sys
 import warnings
 from pathlib import Path
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
 
 from support.branching import BRANCHING, take_branches
 from support.errors import UserError, describe
@@ -29,41 +27,43 @@ INSTALLED = {}  # (module, function) -> what transformers has found, before the 
 def load_base(name, device, quantization="auto", fused=True):
     """-> (frozen model in eval mode that takes `branches`, tokenizer, image processor, resolved revision).
 
-    `quantization`: "nf4", "none", or "auto", which is nf4 on CUDA and none on a CPU; `fused`: kernels of other packages
-    may run. Computes in bf16 on CUDA and in float32 on a CPU. Raises UserError for anything that is not a loadable
-    vision-language model of SUPPORTED_MODELS.
+    `fused`: kernels of other packages may run. Raises UserError for anything but a whole model of SUPPORTED_MODELS.
     """
-    from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
-
     quiet_libraries(device)
     folder, revision = hub_folder(name, "model", ["*.json", "*.safetensors", "*.txt", "*.jinja"])
+    dtype, nf4 = precision(quantization, device.type)
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if config.model_type not in SUPPORTED_MODELS:
             raise UserError(f"{name} is a {config.model_type} model; supported are the vision-language families "
                             f"{', '.join(SUPPORTED_MODELS)}")
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
-        check_fit(name, config, tokenizer, image_processor)
-        dtype, nf4 = precision(quantization, device.type)
-        model = AutoModelForImageTextToText.from_pretrained(
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
+        check_fit(name, config, tokenizer, processor)
+        model, loaded = transformers.AutoModelForImageTextToText.from_pretrained(
             folder, dtype=dtype, device_map={"": device}, quantization_config=nf4_config(dtype) if nf4 else None,
-            use_safetensors=True, trust_remote_code=False)  # a pickled model can run anything
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"the model {name} cannot be loaded: {describe(error)}") from error
-    if device.type == "cpu":
-        keep_nf4_differentiable(model)
+            use_safetensors=True, trust_remote_code=False, output_loading_info=True)  # a pickle can run anything
+        if loaded["missing_keys"]:  # transformers would draw them
+            raise UserError(f"the model {name} lacks {len(loaded['missing_keys'])} weights")
+    except UserError:
+        raise
+    except Exception as error:  # the libraries raise nearly anything on damaged files
+        own_code = "trust_remote_code" in str(error)
+        reason = "it brings code of its own, which is never run" if own_code else describe(error)
+        raise UserError(f"the model {name} cannot be loaded: {reason}") from error
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # bitsandbytes would repack 4-bit weights at the first
+            module.support_avx512bf16_for_cpu = False  # rollout, for an operation that has no gradient
     take_branches(model)
     fused_kernels(model, fused)
-    return model.requires_grad_(False).eval(), tokenizer, image_processor, revision
+    return model.requires_grad_(False).eval(), tokenizer, processor, revision
 
 
 def check_context(model, prompt, max_tokens):
     """Raises UserError where a prompt of `prompt` tokens and its completion exceed the model's context."""
     context = model.config.text_config.max_position_embeddings
     if prompt + max_tokens > context:
-        raise UserError(f"a prompt of {prompt} tokens and --max-tokens {max_tokens} exceed the model's context of "
-                        f"{context}")
+        raise UserError(f"{prompt} prompt tokens and --max-tokens {max_tokens} exceed the model's context of {context}")
 
 
 def stop_ids(model, tokenizer):
@@ -80,7 +80,7 @@ def image_ids(model):
 
 
 def precision(quantization, device_type):
-    """-> (type that the base computes in, whether its linear layers are 4-bit)."""
+    """-> (type that the base computes in, whether its linear layers are 4-bit: "nf4", or "auto" on CUDA)."""
     dtype = torch.bfloat16 if device_type == "cuda" else torch.float32
     return dtype, quantization == "nf4" or (quantization == "auto" and device_type == "cuda")
 
@@ -93,9 +93,7 @@ def checkpoints_activations(flag, device_type):
 def fused_kernels(model, allowed):
     """Puts the functions that mix tokens into models of this kind -> whether flash-linear-attention runs.
 
-    transformers takes flash-linear-attention and causal-conv1d where they can be imported, on a CPU too, where they
-    cannot run. Each function of theirs stands for a reference in torch, which is put back here where they are not to
-    be used. Around either comes what lets completions branch from their prompt.
+    transformers takes a package's kernels wherever it can be imported, on a CPU too, where they cannot run.
     """
     allowed = allowed and model.device.type == "cuda"
     module = sys.modules[type(model.model.language_model).__module__]
@@ -107,25 +105,22 @@ def fused_kernels(model, allowed):
 
 
 def token_mixer(name, function, kernel):
-    """A function named in KERNELS as the model shall call it: with its package's kernel, or in torch."""
-    if not kernel:
-        function = inspect.unwrap(function)
-        function = ONE_TOKEN[name](function) if name in ONE_TOKEN else function
-    return BRANCHING[name](function) if name in BRANCHING else function
+    """A function named in KERNELS as the model shall call it: its package's kernel, or the reference in torch."""
+    function = function if kernel else inspect.unwrap(function)
+    if name in BRANCHING:
+        return BRANCHING[name](function)
+    return function if kernel else ONE_TOKEN[name](function)
 
 
 def kernels_line(model, allowed):
     """Says which code attention and recurrent layers run, and what to install for faster code."""
-    line = "attention: sdpa"
     if "linear_attention" not in (getattr(model.config.text_config, "layer_types", None) or ()):
-        return line
+        return "attention: sdpa"
     if fused_kernels(model, allowed):
         convolution = "causal-conv1d" if importable("causal_conv1d") else "torch (pip install causal-conv1d)"
-        return f"{line}; gated delta rule: flash-linear-attention; convolution: {convolution}"
-    line += "; gated delta rule: torch reference"
-    if model.device.type != "cuda" or not allowed:
-        return line
-    return f"{line}, correct but slower: pip install flash-linear-attention causal-conv1d"
+        return f"attention: sdpa; gated delta rule: flash-linear-attention; convolution: {convolution}"
+    advice = ", correct but slower: pip install flash-linear-attention causal-conv1d"
+    return "attention: sdpa; gated delta rule: torch reference" + advice * (allowed and model.device.type == "cuda")
 
 
 def importable(package):
@@ -146,70 +141,53 @@ def add_lora(base, base_name, rank, adapter=""):
 
     alpha = rank, no dropout. Gives the peft.PeftModel. Raises UserError for an adapter that does not fit.
     """
-    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft import LoraConfig, PeftModel
 
     base_name = parse_id(base_name)[0]
-    if adapter:
-        check_adapter(adapter, base_name, base)
-        try:
-            model = PeftModel.from_pretrained(base, adapter, is_trainable=True)
-            require_all_weights(model, adapter)
-        except (OSError, ValueError, LookupError, RuntimeError, TypeError, SafetensorError) as error:
-            raise UserError(f"--adapter {adapter} cannot be put on {base_name}: "
-                            f"{describe(error)}") from error
-    else:
-        model = get_peft_model(base, LoraConfig(r=rank, lora_alpha=rank, lora_dropout=0.0,
-                                                target_modules=LORA_MODULES))
-    # In bf16 a step of 4e-5 leaves many weights as they were; from_pretrained has no reason to agree on its own.
+    config = (adapter_config(adapter, base_name, base) if adapter else
+              LoraConfig(r=rank, lora_alpha=rank, target_modules=LORA_MODULES))
+    try:
+        model = PeftModel(base, config)
+        loaded = model.load_adapter(adapter, "default", is_trainable=True) if adapter else None
+    except Exception as error:  # PEFT raises nearly anything on damaged files
+        raise UserError(f"--adapter {adapter} cannot be put on {base_name}: {describe(error)}") from error
+    if different := loaded and loaded.missing_keys + loaded.unexpected_keys:  # PEFT leaves them as they are
+        raise UserError(f"--adapter {adapter} and {base_name}: {len(different)} weights are in only one of them")
     for parameter in model.parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad:  # in bf16 a step of 4e-5 leaves many weights as they were
             parameter.data = parameter.data.float()
     model.peft_config["default"].base_model_name_or_path = base_name  # not this machine's cache folder
     return model
 
 
-def check_adapter(folder, base_name, base):
-    """Raises UserError where `folder` holds no LoRA adapter in safetensors and JSON, or one of another base model.
+def adapter_config(folder, base_name, base):
+    """-> the LoraConfig in `folder`. Raises UserError where it is damaged, of another method or of another base."""
+    from peft import PeftConfig
 
-    A folder says which model its own base was only by a name and a class; names of hub models are compared.
-    """
-    for file in ("adapter_config.json", "adapter_model.safetensors"):
-        if not (Path(folder) / file).is_file():
-            raise UserError(f"--adapter {folder}: no {file} there")
+    base_class = type(base).__name__
     try:
-        config = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
-        kind, others = config["peft_type"], config.get("megatron_config")
-        made_for, auto_mapping = config.get("base_model_name_or_path") or "", config.get("auto_mapping") or {}
-        made_for_class = auto_mapping.get("base_model_class", type(base).__name__)
-    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        config = PeftConfig.from_pretrained(folder)
+        made_for = str(config.base_model_name_or_path)
+        made_for_class = (config.auto_mapping or {}).get("base_model_class", base_class)
+    except Exception as error:
         raise UserError(f"--adapter {folder}: adapter_config.json is damaged: {describe(error)}") from error
-    if kind != "LORA" or others:
-        raise UserError(f"--adapter {folder} is no plain LoRA adapter, peft_type is {kind}")
-    if config.get("lora_dropout"):
-        raise UserError(f"--adapter {folder} was trained with dropout, which would make the learner another policy "
-                        "than the sampler: set lora_dropout to 0 in its adapter_config.json")
-    if made_for_class != type(base).__name__:
-        raise UserError(f"--adapter {folder} was made for a {made_for_class}; {base_name} is a {type(base).__name__}")
+    # A folder says which model it holds only by its class; names of hub models are compared.
     on_hub = [name.count("/") == 1 and not Path(name).exists() for name in (made_for, base_name)]
-    if all(on_hub) and made_for.lower() != base_name.lower():
-        raise UserError(f"--adapter {folder} was made for {made_for}, not for {base_name}")
-
-
-def require_all_weights(model, folder):
-    """Raises ValueError where an adapter has not put a weight in each of its layers; PEFT leaves those as they were."""
-    from peft import get_peft_model_state_dict
-
-    with safe_open(Path(folder) / "adapter_model.safetensors", "pt") as file:
-        different = set(file.keys()) ^ set(get_peft_model_state_dict(model, save_embedding_layers=False))
-    if different:
-        raise ValueError(f"{len(different)} weights are in only one of them, such as {min(different)}")
+    for wrong, message in (
+            (config.peft_type != "LORA" or config.megatron_config, "is no plain LoRA adapter"),
+            (getattr(config, "lora_dropout", 0), "was trained with dropout, which would make the learner another "
+             "policy than the sampler: set lora_dropout to 0 in its adapter_config.json"),
+            (made_for_class != base_class, f"was made for a {made_for_class}; {base_name} is a {base_class}"),
+            (all(on_hub) and made_for.lower() != base_name.lower(), f"was made for {made_for}, not for {base_name}")):
+        if wrong:
+            raise UserError(f"--adapter {folder} {message}")
+    config.inference_mode = False
+    return config
 
 
 def quiet_libraries(device):
-    """Switches off what libraries print and nobody can act on, so that the program's own lines stand out."""
+    """Switches off what libraries print and nobody can act on."""
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")  # peft calls it by its old name
-    warnings.filterwarnings("ignore", message="Found missing adapter keys")  # require_all_weights says so
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # an optional CPU kernel that is not installed
     if device.type == "cpu":
         transformers.logging.set_verbosity_error()  # tells to install CUDA kernels
     if not sys.stderr.isatty():
@@ -218,34 +196,30 @@ def quiet_libraries(device):
 
 def pick_device(name):
     """"auto", "cuda", "cuda:1" or "cpu" -> torch.device; UserError where it is not there."""
-    try:
-        device = torch.device("cuda" if name == "auto" else name)
-    except RuntimeError as error:
-        raise UserError(f"--device {name} is none of auto, cuda, cuda:N, cpu") from error
-    if device.type not in ("cuda", "cpu"):
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
         raise UserError(f"--device {name} is none of auto, cuda, cuda:N, cpu")
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
         raise UserError("no CUDA GPU here: run `python demo.py` to see it learn on a CPU, or add `--device cpu` and a "
                         "small --base-model")
-    if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)
-        if device.index >= torch.cuda.device_count():
-            raise UserError(f"--device {name}: only {torch.cuda.device_count()} CUDA GPU(s) here")
-        torch.cuda.set_device(device)  # where kernels of other libraries run
-    return device
+    index, count = int(name.partition(":")[2] or 0), torch.cuda.device_count()
+    if index >= count:
+        raise UserError(f"--device {name}: only {count} CUDA GPU(s) here")
+    torch.cuda.set_device(index)  # where kernels of other libraries run
+    return torch.device("cuda", index)
 
 
-def check_fit(name, model_config, tokenizer, image_processor):
+def check_fit(name, config, tokenizer, image_processor):
     """Raises UserError where tokenizer or image processor do not belong to the model, or there is no chat template."""
-    vision = model_config.vision_config
-    for ours, theirs in (("patch_size", "patch_size"), ("merge_size", "spatial_merge_size"),
-                         ("temporal_patch_size", "temporal_patch_size")):
-        if getattr(image_processor, ours) != getattr(vision, theirs):
-            raise UserError(f"{name}: {ours} is {getattr(image_processor, ours)} in preprocessor_config.json and "
-                            f"{getattr(vision, theirs)} in config.json")
-    if tokenizer.convert_tokens_to_ids(IMAGE_TOKEN) != model_config.image_token_id:
-        raise UserError(f"{name}: {IMAGE_TOKEN} is token {tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)} of the "
-                        f"tokenizer and {model_config.image_token_id} in config.json")
+    vision = config.vision_config
+    for what, found, needed in (
+            ("patch_size is", image_processor.patch_size, vision.patch_size),
+            ("merge_size is", image_processor.merge_size, vision.spatial_merge_size),
+            ("temporal_patch_size is", image_processor.temporal_patch_size, vision.temporal_patch_size),
+            (f"{IMAGE_TOKEN} is token", tokenizer.convert_tokens_to_ids(IMAGE_TOKEN), config.image_token_id)):
+        if found != needed:
+            raise UserError(f"{name}: {what} {found}, and {needed} in config.json")
     template_ids(tokenizer)
 
 
@@ -257,10 +231,3 @@ def nf4_config(compute_dtype):
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=compute_dtype,
         llm_int8_skip_modules=["lm_head", "model.visual", "in_proj_a", "in_proj_b"])
-
-
-def keep_nf4_differentiable(model):
-    """On CPUs with avx512_bf16 bitsandbytes repacks 4-bit weights at the first rollout, for an op without autograd."""
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
