@@ -7,10 +7,7 @@ from support.errors import UserError
 
 
 def parse_id(name) -> tuple[str, str]:
-    """Splits "owner/name@v2" into ("owner/name", "v2"): a branch, a tag or a commit, "" the newest.
-
-    A local folder whose name contains @ is not split.
-    """
+    """"owner/name@v2" -> ("owner/name", "v2"), a branch, tag or commit, "" the newest. An existing folder keeps its @."""
     head, _, revision = name.rpartition("@")
     return (head, revision) if head and revision and not os.path.exists(os.path.expanduser(name)) else (name, "")
 
