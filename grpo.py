@@ -6,21 +6,21 @@
 Each step draws G completions for each of B questions, rewards a right final \\boxed{letter} with 1, and makes the
 completions that beat their group's mean more likely (GRPO: DeepSeekMath, arXiv 2402.03300, section 4.1).
 
-Where this differs from the paper, and why; the numbers stand again at the lines that do it:
+Where this differs from the paper, and why; the numbers stand again at the lines that do it, here and in losses.py:
  1. The advantage is reward - mean. The paper also divides by the group's standard deviation (`--advantage grpo_std`),
-    which over-weights questions that are almost always or almost never solved; the article does not.
- 2. By default one update a batch, so no clipping: the loss is -ratio * advantage with ratio = exp(logp - old_logp),
-    which is 1 up to rounding. `old_logp` is what the sampler gave the token when it drew it. With clipping:
+    which over-weights questions that are almost always or almost never solved; the article (README) does not.
+ 2. By default a batch gets one update, so there is nothing to clip: the loss is -ratio * advantage with ratio =
+    exp(logp - old_logp), 1 up to rounding; old_logp is what the sampler gave the token when it drew it. For clipping:
     `--loss-fn ppo --updates-per-rollout 2`.
  3. No KL term to a reference model, as in the article (`--kl-coef` adds one).
- 4. The mean runs over all completion tokens of the step. The paper takes it within each row first, which makes a token
-    of a long wrong answer count less than one of a short wrong answer.
- 5. Groups whose rewards are all equal have no signal: they are skipped and counted.
+ 4. The mean runs over the tokens of all rows that train in an optimiser step. The paper takes it within each row first,
+    which makes a token of a long wrong answer count less than one of a short wrong answer.
+ 5. Groups whose rewards are all equal have no signal: they are skipped and counted, and are in no denominator.
  6. The policy is a 4-bit base with a LoRA adapter, and image tokens cannot be drawn: sampler and learner both take the
     softmax over the remaining vocabulary.
 """
 
-if __name__ == "__main__":  # before torch, so that Ctrl-C is no traceback while libraries load
+if __name__ == "__main__":  # before torch, so that Ctrl-C prints no traceback while libraries load
     from support.interrupts import quiet_while_loading
 
     quiet_while_loading()
@@ -60,9 +60,8 @@ from vision_tokens import encode, encode_figures, figure_inputs, rotary_position
 
 LOGIT_CHUNK = 256  # tokens whose logits exist at once in the learner: 0.25 GB in float32, and a few copies of it
 PREFILL_TOKENS = 4096  # prompt tokens, padding included, that go through the model at once in the sampler
-TOKENS_PER_MICRO_BATCH = 8192  # where no memory plan has set it
-CHECK_EVERY = {"cuda": 16, "cpu": 1}  # tokens between two looks for finished rows, for which a GPU empties its queue
-MOST_CANDIDATES = 4  # dynamic sampling draws at most so many times --batch-size questions a step
+CHECK_EVERY = {"cuda": 16, "cpu": 1}  # tokens between two checks for finished rows; each makes the CPU wait for the GPU
+MOST_CANDIDATES = 4  # times --batch-size: the most questions that dynamic sampling draws in a step
 
 
 # ---------------------------------------------------------------------------------------------------------- Config
@@ -80,13 +79,13 @@ class Config(RunSettings):
     steps: int = flag(100, "training steps, one batch of questions each", section="algorithm", at_least=1)
     batch_size: int = flag(8, "questions a step", at_least=1)
     group_size: int = flag(8, "completions a question", at_least=2)
-    max_tokens: int = flag(1024, "most new tokens of a completion, in training and evaluation", at_least=1)
+    max_tokens: int = flag(1024, "longest completion in tokens, in training and evaluation", at_least=1)
     temperature: float = flag(1.0, "softmax temperature of the rollouts", above=0)
     seed: int = flag(42, "of question order, adapter and draws; never of the test set", at_least=0)
     learning_rate: float = flag(4e-5, "of AdamW, constant", at_least=0)
     max_grad_norm: float = flag(1.0, "scale gradients down to this norm; 0: never", at_least=0)
-    algorithm: Literal["grpo", "dapo"] = flag("grpo", "dapo sets the DAPO flags that you did not set")
-    sampler: str = flag("loop", "generate: model.generate, slower", choices=lambda: SAMPLERS)
+    algorithm: Literal["grpo", "dapo"] = flag("grpo", "dapo sets those DAPO flags that are at their default")
+    sampler: str = flag("loop", "loop: ours; generate: transformers', slower", choices=lambda: SAMPLERS)
     reward: str = flag("right", "names and weights, e.g. right:1,brevity:0.2", choices=lambda: GEOQA.rewards)
     advantage: str = flag("grpo", "reward - mean; grpo_std also divides by std", choices=lambda: ADVANTAGES)
     loss_fn: str = flag("importance_sampling", "loss of each token", choices=LOSS_FNS)
@@ -94,8 +93,8 @@ class Config(RunSettings):
     clip_high: float | None = flag(None, "`high` in the loss's formula; unset: the loss's own", at_least=0)
     loss_reduction: Literal["auto", "token", "sequence", "constant"] = flag("auto", "auto: the loss's own, else token")
     updates_per_rollout: int = flag(1, "passes over one batch of rollouts", at_least=1)
-    minibatches: int = flag(1, "parts of a pass, one optimiser step each", at_least=1)
-    kl_coef: float = flag(0.0, "weight of the KL term to the base; above 0 all rows train", at_least=0)
+    minibatches: int = flag(1, "at most so many parts of a pass, an optimiser step each", at_least=1)
+    kl_coef: float = flag(0.0, "weight of the KL term to the base; above 0 no group is skipped", at_least=0)
     mask_truncated: bool = flag(False, "leave completions that hit the limit out of training")
     overlong_penalty: bool = flag(False, "lower rewards near the limit: over the last quarter of --max-tokens, to -1")
     dynamic_sampling: bool = flag(False, "draw questions until --batch-size groups have unequal rewards")
@@ -104,7 +103,7 @@ class Config(RunSettings):
     eval_split: Literal["test", "dev"] = flag("test", "split of the evaluation questions")
     test_size: int = flag(100, "questions of the test split, always the same; 0: all; dev is always whole", at_least=0)
     eval_temperature: float = flag(0.0, "softmax temperature of evaluation; 0: greedy", at_least=0)
-    top_p: float = flag(1.0, "nucleus of a sampled evaluation; training needs 1", above=0, at_most=1)
+    top_p: float = flag(1.0, "nucleus, with --eval-only; training needs 1", above=0, at_most=1)
 
 
 # ------------------------------------------------------------------------------------------------------------ Task
@@ -114,16 +113,14 @@ class Task:
 
     load: Callable  # (config, split) -> a sequence of questions that has .revision and .notes
     prompt: Callable  # (question, with_solution=False) -> the user turn's text; the figure, if there is one, follows it
-    read: Callable  # (text, question) -> Reading: for the page, the format rate and evaluation
-    rewards: dict  # name -> f(answer, question) -> number; the answer is a Completion: .text .reading .tokens .finished
+    read: Callable  # (text, question) -> Reading: for rewards, the format rate, evaluation and the page
+    rewards: dict  # name -> f(completion, question) -> number; it has .text .reading .tokens .finished. Add yours here
 
 
-def load_questions(config, split):
-    return load_geoqa(config.dataset, split, test_size=config.test_size, seed=config.seed,
-                      max_samples=config.max_samples if split == "train" else 0)
-
-
-GEOQA = Task(load_questions, format_question, read_choice, {"right": lambda answer, question: answer.reading.right})
+GEOQA = Task(
+    lambda config, split: load_geoqa(config.dataset, split, config.test_size, config.seed,
+                                     config.max_samples if split == "train" else 0),
+    format_question, read_choice, {"right": lambda completion, question: completion.reading.right})
 
 
 # ---------------------------------------------------------------------------------------------------------- Policy
@@ -137,8 +134,8 @@ class Policy:
     revision: str = "local"
 
     def __post_init__(self):
-        self.stop_ids = stop_ids(self.base, self.tokenizer)  # end a completion
-        self.forbidden_ids = image_ids(self.base)  # (6) have probability 0 in the sampler and in the learner
+        self.stop_ids = stop_ids(self.base, self.tokenizer)  # any of them ends a completion
+        self.forbidden_ids = image_ids(self.base)  # never drawn: probability 0 in sampler and learner (6)
 
     @property
     def base(self):
@@ -154,7 +151,7 @@ class Policy:
 
 
 def load_policy(config):
-    """Config -> Policy. On CUDA an NF4 base in bf16, on a CPU a float32 base; the adapter is float32 on both (6).
+    """Config -> Policy. By default an NF4 base in bf16 on CUDA, a float32 base on a CPU; a float32 adapter on both (6).
 
     Raises UserError where there is no GPU, no such model, or a model of another kind than models.SUPPORTED_MODELS.
     """
@@ -171,11 +168,11 @@ def load_policy(config):
 # ------------------------------------------------------------------------------------------------------------ Rows
 @dataclass(eq=False)
 class Prompt:
-    """A question as the model reads it. Tensors are on the CPU, the figure's features on the policy's device."""
+    """A question as the model reads it, on the CPU. Compared by identity."""
 
     ids: torch.Tensor  # (P,)
     positions: torch.Tensor  # (3, P) rotary positions in time, height and width
-    figure: object  # what the vision tower gave for it; None where there is no figure
+    figure: object  # what the vision tower gave for it, on the policy's device; None where there is no figure
     question: Question
     note: str = ""  # says that its figure was downsized
 
@@ -187,15 +184,15 @@ class Prompt:
 
 @dataclass(eq=False)
 class Completion:
-    """One answer to a prompt. A group is a run of rows that share one Prompt. Tensors are on the CPU."""
+    """One answer to a prompt, on the CPU: a row. A group is a run of rows that share one Prompt."""
 
     prompt: Prompt
     tokens: torch.Tensor  # (T,), the stop token included
-    logprobs: torch.Tensor  # (T,) float32, of the full softmax at the sampler's temperature, as it drew
-    entropies: torch.Tensor  # (T,) float32, nats, of the distribution that the token was drawn from
-    trained: torch.Tensor  # (T,) bool, False on what the policy did not draw
+    logprobs: torch.Tensor  # (T,) float32, old_logp (2): of the full softmax at the sampler's temperature
+    entropies: torch.Tensor  # (T,) float32, nats, of the same softmax
+    trained: torch.Tensor  # (T,) bool, False on what the policy did not draw, such as a tool's answer
     finished: bool  # False where the limit cut it
-    text: str = ""
+    text: str = ""  # text and reading are set by `answer`, rewards by `draw_batch`, the advantage by `set_advantages`
     reading: Reading | None = None
     rewards: dict = field(default_factory=dict)  # name -> raw value
     reward: float = 0.0  # their weighted sum
@@ -221,7 +218,7 @@ def encode_prompts(policy, questions, task, max_image_tokens=1024, with_solution
 @memory_phase("sampling", "--rollouts-at-once")
 @torch.no_grad()
 def sample(policy, prompts, max_tokens, temperature=1.0, top_p=1.0, uniforms=None):
-    """Draws a completion of at most `max_tokens` tokens for each of `prompts`, at once -> [Completion].
+    """Draws a completion of at most `max_tokens` tokens for each of `prompts`, together -> [Completion].
 
     A Prompt that stands in the list G times is prefilled once. `uniforms` (n, max_tokens) in [0, 1) decide the draws;
     None: fresh ones. For evaluation: temperature 0 decodes greedily (logprobs are then those at 1); top_p < 1 draws
@@ -232,27 +229,28 @@ def sample(policy, prompts, max_tokens, temperature=1.0, top_p=1.0, uniforms=Non
     uniforms = (torch.rand(n, max_tokens) if uniforms is None else uniforms).to(device)
     tokens = torch.zeros(n, max_tokens, dtype=torch.long, device=device)
     logprobs, entropies = torch.zeros(2, n, max_tokens, device=device)
-    row, check_every = torch.arange(n, device=device), CHECK_EVERY[device.type]  # row: those still drawn
+    live, check_every = torch.arange(n, device=device), CHECK_EVERY[device.type]  # live: rows not yet finished
+    width = visible.shape[1] - max_tokens
     with tqdm(total=max_tokens, desc="sampling", unit="token", leave=False, disable=None) as bar:
         for t in range(max_tokens):
-            token, logprob, entropy = draw_tokens(logits, policy.forbidden_ids, temperature, top_p, uniforms[row, t])
-            tokens[row, t], logprobs[row, t], entropies[row, t] = token, logprob, entropy
+            token, logprob, entropy = draw_tokens(logits, policy.forbidden_ids, temperature, top_p, uniforms[live, t])
+            tokens[live, t], logprobs[live, t], entropies[live, t] = token, logprob, entropy
             bar.update()
             if t + 1 == max_tokens:
                 break
             if (t + 1) % check_every == 0:
-                stopped = torch.isin(tokens[row, t + 1 - check_every:t + 1], policy.stop_ids).any(1)
+                stopped = torch.isin(tokens[live, t + 1 - check_every:t + 1], policy.stop_ids).any(1)
                 keep = (~stopped).nonzero()[:, 0]
                 if len(keep) == 0:
                     break
-                if len(keep) < len(row):
+                if len(keep) < len(live):
                     cache.reorder_cache(keep)
-                    row, token, visible, position = row[keep], token[keep], visible[keep], position[keep]
+                    live, token, visible, position = live[keep], token[keep], visible[keep], position[keep]
             # Positions are given: model.rope_deltas is state that goes stale when rows are expanded or dropped.
             # The mask has 4 dimensions: transformers inspects a 2-D mask on the host, a GPU sync for every token.
             logits = model(input_ids=token[:, None], position_ids=(position + t).expand(3, -1)[..., None],
-                           attention_mask=visible[:, None, None, :visible.shape[1] - max_tokens + t + 1],
-                           cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+                           attention_mask=visible[:, None, None, :width + t + 1], cache=cache, use_cache=True,
+                           logits_to_keep=1).logits[:, -1]
     return cut_completions(policy, prompts, tokens, logprobs, entropies)
 
 
@@ -265,10 +263,10 @@ def prefill(policy, prompts, max_tokens):
     check_context(policy.base, ids.shape[1], max_tokens)
     parts, at_once = [], max(1, PREFILL_TOKENS // ids.shape[1])
     for i in range(0, len(distinct), at_once):
-        part = slice(i, i + at_once)
-        outputs = policy.base(input_ids=ids[part], attention_mask=visible[part].long(), position_ids=positions[:, part],
+        few = slice(i, i + at_once)
+        outputs = policy.base(input_ids=ids[few], attention_mask=visible[few].long(), position_ids=positions[:, few],
                               cache=DynamicCache(config=policy.base.config), use_cache=True, logits_to_keep=1,
-                              **figure_inputs([prompt.figure for prompt in distinct[part]]))
+                              **figure_inputs([prompt.figure for prompt in distinct[few]]))
         parts.append((outputs.cache, outputs.logits[:, -1]))
     cache, logits = join_caches([cache for cache, _ in parts]), torch.cat([logits for _, logits in parts])
     index = torch.tensor([distinct.index(prompt) for prompt in prompts], device=policy.device)
@@ -278,7 +276,7 @@ def prefill(policy, prompts, max_tokens):
 
 
 def cut_completions(policy, prompts, tokens, logprobs, entropies):
-    """(n, T) of what was drawn -> [Completion], each cut behind its first stop token."""
+    """Three (n, T) tensors of what was drawn -> [Completion], each cut behind its first stop token."""
     stops, rows = torch.isin(tokens, policy.stop_ids).cpu(), []
     for prompt, stop, *drawn in zip(prompts, stops, tokens.cpu(), logprobs.cpu(), entropies.cpu()):
         length = int(stop.int().argmax()) + 1 if stop.any() else len(stop)
@@ -306,10 +304,10 @@ def draw(logprobs, temperature, top_p, uniforms):
         return logprobs.argmax(-1)
     if top_p < 1:
         ordered, index = logprobs.sort(-1, descending=True)
-        outside = ordered.exp().cumsum(-1) - ordered.exp() >= top_p  # mass of the better tokens reaches top_p
+        outside = ordered.exp().cumsum(-1) - ordered.exp() >= top_p  # the tokens before it already hold top_p
         logprobs = logprobs.masked_fill(outside.gather(-1, index.argsort(-1)), -math.inf)
-    # Inverse of the cumulative probabilities: the first token whose sum exceeds uniform * total. A token of probability
-    # 0 never does, because its sum is that of the token before; below the total, because the product may round to it.
+    # Inverse of the cumulative probabilities: the first token whose sum exceeds `wanted`. A token of probability 0 has
+    # the sum of the token before. `wanted` is kept below the total, to which the product may round.
     cumulative = logprobs.exp().cumsum(-1)
     total = cumulative[:, -1:]
     wanted = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
@@ -319,21 +317,22 @@ def draw(logprobs, temperature, top_p, uniforms):
 @memory_phase("sampling", "--rollouts-at-once")
 @torch.no_grad()
 def generate(policy, prompts, max_tokens, temperature=1.0, top_p=1.0, uniforms=None):
-    """The same as `sample` by transformers' own `generate`, slower: a prompt is prefilled for each of its rows.
+    """What `sample` does, by transformers' `generate`: a cross-check, slower, since each row prefills its prompt.
 
-    Draws come from torch's random state, not from `uniforms`. Log-probabilities come from one pass of the learner.
+    Draws come from torch's random state, not from `uniforms`; log-probabilities come from one pass of the learner.
     """
     ids, visible, positions = left_padded(prompts, policy.device)
+    check_context(policy.base, ids.shape[1], max_tokens)
     drawing = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
-    tokens = policy.base.eval().generate(
-        ids, attention_mask=visible.long(), position_ids=positions, max_new_tokens=max_tokens, top_k=0, num_beams=1,
-        suppress_tokens=policy.forbidden_ids.tolist(), eos_token_id=policy.stop_ids.tolist(),
-        pad_token_id=policy.tokenizer.pad_token_id, **drawing,
+    tokens = policy.base.eval().generate(  # (6); what is not set here would come from the model's folder
+        ids, attention_mask=visible.long(), position_ids=positions, max_new_tokens=max_tokens, num_beams=1, top_k=0,
+        typical_p=1.0, min_p=0.0, repetition_penalty=1.0, no_repeat_ngram_size=0, eos_token_id=policy.stop_ids.tolist(),
+        suppress_tokens=policy.forbidden_ids.tolist(), pad_token_id=policy.tokenizer.pad_token_id, **drawing,
         **figure_inputs([prompt.figure for prompt in prompts]))[:, ids.shape[1]:]
     rows = cut_completions(policy, prompts, tokens, *torch.zeros(2, *tokens.shape))
-    for micro in micro_batches(rows, TOKENS_PER_MICRO_BATCH):
-        for row, *found in zip(micro, *completion_logprobs(policy, micro, temperature, with_entropies=True)):
-            row.logprobs, row.entropies = (x[:len(row.tokens)].cpu() for x in found)
+    for micro in micro_batches(rows):
+        for row, *both in zip(micro, *completion_logprobs(policy, micro, temperature, with_entropies=True)):
+            row.logprobs, row.entropies = (x[:len(row.tokens)].cpu() for x in both)
     return rows
 
 
@@ -343,13 +342,11 @@ SAMPLERS = {"loop": sample, "generate": generate}
 # ----------------------------------------------------------------------------------------------------- Advantages
 # A rule takes the rewards (B, G) of B groups and gives the advantages (B, G).
 
-def reward_minus_mean(rewards):  # (1)
-    """A completion that beats its group's mean becomes more likely."""
+def reward_minus_mean(rewards):  # (1) a completion that beats its group's mean becomes more likely
     return rewards - rewards.mean(1, keepdim=True)
 
 
-def reward_minus_mean_over_std(rewards):
-    """As the paper has it: arXiv 2402.03300, section 4.1.2."""
+def reward_minus_mean_over_std(rewards):  # as in the paper: arXiv 2402.03300, section 4.1.2
     return reward_minus_mean(rewards) / (rewards.std(1, keepdim=True) + 1e-8)
 
 
@@ -371,7 +368,7 @@ def group_advantages(rewards, rule="grpo"):
 
 # --------------------------------------------------------------------------------------------------------- Learner
 def completion_logprobs(policy, rows, temperature, with_entropies=False):
-    """Log-probabilities (n, T) with gradients of completions of ONE prompt, under the policy as it is now.
+    """(n, T) log-probabilities, with gradients, of completions of ONE prompt, by the policy as it is now.
 
     One forward pass: the prompt runs once, and the completions branch from it (support/branching.py). Vocabulary and
     temperature are the sampler's. 0 behind a row's end. `with_entropies` also gives the entropies (n, T).
@@ -384,7 +381,7 @@ def completion_logprobs(policy, rows, temperature, with_entropies=False):
         branches=Branches(len(prompt.ids), tuple(lengths)), **figure_inputs([prompt.figure]))[0][0]  # (L, H)
     # A token is predicted by the state before it: the first ones by the prompt's last state.
     last, *own = hidden[len(prompt.ids) - 1:].split([1, *lengths])
-    states = torch.cat([part for states in own for part in (last, states[:-1])])  # (N, H)
+    states = torch.cat([part for of_row in own for part in (last, of_row[:-1])])  # (N, H)
     tokens = torch.cat([row.tokens for row in rows]).to(policy.device)
     # Only a chunk of logits exists at a time: checkpoint drops it, and the backward pass makes it again.
     parts = [checkpoint(token_logprobs, model.get_output_embeddings(), *chunk, policy.forbidden_ids, temperature,
@@ -404,10 +401,10 @@ def token_logprobs(head, states, tokens, forbidden_ids, temperature, with_entrop
 @memory_phase("learning", "--tokens-per-micro-batch")
 @torch.no_grad()
 def frozen_logprobs(policy, rows, config):
-    """(T,) log-probabilities of each row without gradients: of a teacher, or of the base."""
+    """[(T,)] log-probabilities of rows without gradients, at the sampler's temperature: a teacher's, or the base's."""
     policy.base.eval()
     found = {}
-    for micro in micro_batches(rows, config.tokens_per_micro_batch or TOKENS_PER_MICRO_BATCH):
+    for micro in micro_batches(rows, config.tokens_per_micro_batch):
         logprobs = completion_logprobs(policy, micro, config.temperature).cpu()
         found |= {row: own[:len(row.tokens)] for row, own in zip(micro, logprobs)}
     return [found[row] for row in rows]
@@ -417,35 +414,38 @@ def frozen_logprobs(policy, rows, config):
 def accumulate_gradients(policy, micros, config):
     """Adds the gradient of the reduced loss over all rows of the micro-batches to the adapter's.
 
-    -> (loss, the rows' log-probabilities [(T,)], clip_counts or None). Denominators are fixed before the micro-batches:
-    the way rows are cut into them changes nothing."""
+    -> (loss, log-probabilities [(T,)] in the order of `micros`, losses.clip_counts or None). Denominators are fixed
+    first, so the way rows are cut into micro-batches changes nothing.
+    """
     policy.base.train()  # activation checkpointing works in training mode only; nothing here has dropout
     rows = [row for micro in micros for row in micro]
-    weights = LOSS_REDUCTIONS[reduction_of(config.loss_fn, config.loss_reduction)](  # (4)
-        rectangle(rows, "trained"), config.max_tokens)
+    reduction = LOSS_REDUCTIONS[reduction_of(config.loss_fn, config.loss_reduction)]  # (4)
+    weights = reduction(rectangle(rows, "trained"), config.max_tokens)  # (N, T)
     total, logprobs, counts = 0.0, [], []
     for micro, weight in zip(micros, weights.to(policy.device).split([len(micro) for micro in micros])):
         current = completion_logprobs(policy, micro, config.temperature)  # (n, T)
         loss, clipped = micro_batch_loss(micro, current, config)
         loss = (loss * weight[:, :loss.shape[1]]).sum()
         loss.backward()
-        total, counts = total + loss.detach(), counts + [clipped]
+        total += loss.detach()
+        counts.append(clipped)
         logprobs += [own[:len(row.tokens)] for row, own in zip(micro, current.detach())]
-    logprobs = torch.cat(logprobs).cpu().split([len(row.tokens) for row in rows])
-    return float(total), logprobs, None if None in counts else sum(counts)
+    logprobs = torch.cat(logprobs).cpu().split([len(row.tokens) for row in rows])  # one copy to the host
+    return float(total), logprobs, None if counts[0] is None else sum(counts)
 
 
 def update(policy, optimizer, rows, config):
-    """Learns from the rows that train: `updates_per_rollout` passes (2) over shuffled minibatches. Gives metrics.
+    """Learns from the rows that train, an optimiser step a minibatch. Gives metrics.
 
-    A minibatch is a union of whole micro-batches, which are cut once. dlogp comes from the first optimiser step, where
-    the learner is still the sampling policy. Loss, gradients and log-probabilities are checked before the optimiser is
-    touched: NonFinite is raised, or with `--on-nonfinite skip` the minibatch left out and counted."""
+    A minibatch is a union of whole micro-batches, which are cut once. dlogp = |logp - old_logp| is taken at the first
+    step, where the learner is still the sampling policy. Loss, gradients and log-probabilities are checked before the
+    optimiser is touched: NonFinite is raised, or with `--on-nonfinite skip` the minibatch left out and counted.
+    """
     steps, nonfinite, dlogp = [], 0, None
-    micros = micro_batches(rows, config.tokens_per_micro_batch or TOKENS_PER_MICRO_BATCH)
-    for _ in range(config.updates_per_rollout if micros else 0):
-        order = torch.randperm(len(micros)) if config.minibatches > 1 else torch.arange(len(micros))
-        for part in order.tensor_split(min(config.minibatches, len(micros))):
+    micros = micro_batches(rows, config.tokens_per_micro_batch)
+    for _ in range(config.updates_per_rollout if micros else 0):  # (2)
+        shuffled = torch.randperm(len(micros)) if config.minibatches > 1 else torch.arange(len(micros))
+        for part in shuffled.tensor_split(min(config.minibatches, len(micros))):
             minibatch = [micros[i] for i in part.tolist()]
             loss, logprobs, counts = accumulate_gradients(policy, minibatch, config)
             norm = float(torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm or math.inf))
@@ -469,11 +469,11 @@ def update(policy, optimizer, rows, config):
 # ------------------------------------------------------------------------------------------------------------ Loop
 @dataclass
 class Batch:
-    """Judged completions of a step: those of its b-th question are rows b*G to (b+1)*G - 1."""
+    """The completions of a step, judged; those of question b are rows b*G to (b+1)*G - 1."""
 
     rows: list[Completion]
     group_size: int
-    waves: int = 1  # times that questions were drawn
+    waves: int = 0  # times that questions were drawn
 
     @property
     def questions(self):
@@ -484,11 +484,11 @@ class Batch:
         return torch.tensor([row.reward for row in self.rows]).view(-1, self.group_size)  # (B, G)
 
 
-def answer(policy, draws, config, task):
-    """[(key, question)] -> [Completion], `group_size` for each question: encode, sample, read."""
-    prompts = encode_prompts(policy, [question for _, question in draws], task, config.max_image_tokens)
+def answer(policy, asked, config, task):
+    """[(key of its draws, question)] -> [Completion], `group_size` for each question: encode, sample, read."""
+    prompts = encode_prompts(policy, [question for _, question in asked], task, config.max_image_tokens)
     prompts = [prompt for prompt in prompts for _ in range(config.group_size)]
-    uniforms = uniform_numbers([key for key, _ in draws], config.group_size, config.max_tokens)
+    uniforms = uniform_numbers([key for key, _ in asked], config.group_size, config.max_tokens)
     rows, at_once = [], config.rollouts_at_once or len(prompts)
     for i in range(0, len(prompts), at_once):
         rows += SAMPLERS[config.sampler](policy, prompts[i:i + at_once], config.max_tokens, config.temperature,
@@ -501,16 +501,18 @@ def answer(policy, draws, config, task):
 
 def draw_batch(policy, order, config, task):
     """-> Batch. Dynamic sampling (DAPO, section 3.2) asks for more questions until `batch_size` groups have unequal
-    rewards, or MOST_CANDIDATES times as many were drawn."""
+    rewards, or MOST_CANDIDATES times as many were drawn.
+    """
     weights, missing = reward_weights(config.reward, task.rewards), config.batch_size
-    batch, left = Batch([], config.group_size, 0), missing * (MOST_CANDIDATES if config.dynamic_sampling else 1)
+    batch, left = Batch([], config.group_size), missing * (MOST_CANDIDATES if config.dynamic_sampling else 1)
     while missing and left:
-        draws = order.take(min(missing, left))
-        wave = Batch(answer(policy, draws, config, task), config.group_size)
+        asked = order.take(min(missing, left))
+        wave = Batch(answer(policy, asked, config, task), config.group_size)
         for row in wave.rows:
             reward_completion(row, task.rewards, weights)
-        batch = Batch(batch.rows + wave.rows, config.group_size, batch.waves + 1)
-        left -= len(draws)
+        batch.rows += wave.rows
+        batch.waves += 1
+        left -= len(asked)
         missing -= int((~equal_rewards(wave.rewards)).sum())
     return batch
 
@@ -520,29 +522,29 @@ def set_advantages(batch, config):
     lengths = torch.tensor([row.length for row in batch.rows]).view(-1, batch.group_size)
     rewards = batch.rewards + (overlong_penalty(lengths, config.max_tokens) if config.overlong_penalty else 0.0)
     advantages = group_advantages(rewards, config.advantage)
-    advantages = advantages.masked_fill(equal_rewards(batch.rewards)[:, None], 0.0)  # only lengths differ: no signal
+    advantages = advantages.masked_fill(equal_rewards(batch.rewards)[:, None], 0.0)  # (5) where only lengths differ too
     for row, advantage in zip(batch.rows, advantages.flatten().tolist()):
         row.advantage = advantage
     return rewards
 
 
 def training_rows(batch, config):
-    """The rows that have a gradient: a group is skipped when all its advantages are 0 (5); with a KL term none is."""
+    """The rows of groups with an advantage other than 0 (5), or of all with a KL term; with --mask-truncated, uncut."""
     groups = [list(rows) for _, rows in itertools.groupby(batch.rows, key=lambda row: row.prompt)]
     groups = [rows for rows in groups if config.kl_coef or any(torch.as_tensor(r.advantage).any() for r in rows)]
     return [row for rows in groups for row in rows if row.length and (row.finished or not config.mask_truncated)]
 
 
 def train_step(policy, optimizer, order, config, task=GEOQA, teacher=None):
-    """Sample, reward, compare, update, once -> (metrics, Batch).
+    """One step: sample, reward, compare, update -> (metrics, Batch).
 
-    `teacher(batch)` sets each row's advantage, (T,), in place of the comparison, and gives metrics.
+    `teacher(batch, config)` sets each row's advantage, (T,), in place of the comparison, and gives metrics.
     """
     clock = StepClock(policy.device)
     batch = draw_batch(policy, order, config, task)
     clock.sampled()
     shaped = set_advantages(batch, config)
-    extra = teacher(batch) if teacher else {}
+    extra = teacher(batch, config) if teacher else {}
     if config.kl_coef:  # (3)
         with policy.model.disable_adapter():
             for row, logprobs in zip(batch.rows, frozen_logprobs(policy, batch.rows, config)):
@@ -557,21 +559,22 @@ def train(config, task=GEOQA, load_teacher=None):
 
     `load_teacher(policy, config)` gives the `teacher` of train_step.
     """
-    run, policy, teacher, questions = prepare(config, task, True, load_teacher)
-    config = run.config
+    run, policy, teacher, questions = prepare(config, task, load_teacher)
+    config = run.config  # as it is after checks, preset, adapter and memory plan
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     with run:  # what ends it early leaves the last complete step as a checkpoint
-        before = evaluate_policy(policy, questions["test"], run, task) if config.evaluate else None
-        torch.manual_seed(config.seed)  # what is drawn from torch does not depend on whether an evaluation ran
+        before = evaluate_policy(policy, questions["eval"], run, task) if config.evaluate else None  # still as it began
+        torch.manual_seed(config.seed)  # so that torch's draws are the same with and without an evaluation
         done, drawn = run.restore(policy, optimizer)  # 0, 0 except with --resume
         order = Order(questions["train"], config.seed, drawn)
-        for order.step in tqdm(range(done + 1, config.steps + 1), "steps", config.steps, initial=done, disable=None):
+        for step in tqdm(range(done + 1, config.steps + 1), "steps", config.steps, initial=done, disable=None):
+            order.step = step
             metrics, batch = train_step(policy, optimizer, order, config, task, teacher)
-            run.save_step(order.step, metrics, batch)
-            if order.step == config.steps or (config.save_every and order.step % config.save_every == 0):
+            run.save_step(step, metrics, batch)
+            if step == config.steps or (config.save_every and step % config.save_every == 0):
                 run.checkpoint()
                 write_report(run.path)
-        after = evaluate_policy(policy, questions["test"], run, task, config.steps) if config.evaluate else None
+        after = evaluate_policy(policy, questions["eval"], run, task, config.steps) if config.evaluate else None
         run.finish(before, after)
     write_report(run.path)
     return run.path
@@ -579,51 +582,48 @@ def train(config, task=GEOQA, load_teacher=None):
 
 def evaluate(config, task=GEOQA):
     """Evaluates the base policy, or the one with `--adapter`; gives the summary that `results.json` holds."""
-    run, policy, _, questions = prepare(config, task, False)
-    records = evaluate_policy(policy, questions["test"], run, task)
+    run, policy, _, questions = prepare(dataclasses.replace(config, eval_only=True), task)
+    records = evaluate_policy(policy, questions["eval"], run, task)
     results = run.finish(None, records) if config.adapter else run.finish(records, None)
     run.close()
     write_report(run.path)
     return results
 
 
-def prepare(config, task, with_train, load_teacher=None):
-    """-> (run directory, whose config is complete; policy; teacher or None; questions by split, "train" and "test").
-
-    The cheap checks come first: a wrong flag or data set ends the run before gigabytes of weights are fetched.
-    """
+def prepare(config, task, load_teacher=None):
+    """-> (run directory, whose config is complete; policy; teacher or None; questions: {"train": ..., "eval": ...}).
+    Cheap checks come first: a wrong flag or data set ends the run before gigabytes of weights are fetched."""
     config = checked_config(config, task.rewards)
     pick_device(config.device)
     path = free_run_path(config)
-    questions = {"train": task.load(config, "train")} if with_train else {}
-    if config.evaluate or not with_train:
-        questions["test"] = task.load(config, config.eval_split)
+    questions = {} if config.eval_only else {"train": task.load(config, "train")}
+    if config.evaluate:
+        questions["eval"] = task.load(config, config.eval_split)
     policy = load_policy(config)
     teacher = load_teacher(policy, config) if load_teacher else None
-    config = dataclasses.replace(config, lora_rank=policy.model.peft_config["default"].r)  # --adapter has its own
-    asked = questions.get("train") or questions["test"]
+    config = dataclasses.replace(config, lora_rank=policy.model.peft_config["default"].r)  # an --adapter brings its own
+    asked = next(iter(questions.values()))
     if policy.device.type == "cuda":
         config = fit_memory(ALGORITHM, policy, task, asked, config)
     run = RunDir(path, config, {"model": policy.revision, "dataset": asked.revision})
     run.tell(note for split in questions.values() for note in split.notes)
-    if with_train and config.batch_size > len(questions["train"]):
-        run.tell([f"{len(questions['train'])} training questions are fewer than --batch-size: a step repeats some"])
+    if len(asked) < config.batch_size and not config.eval_only:
+        run.tell([f"{len(asked)} training questions are fewer than --batch-size: a step repeats some"])
     return run, policy, teacher, questions
 
 
 def evaluate_policy(policy, questions, run, task, step=0):
-    """Answers `questions` (greedy by default), writes `eval-NAME.json` and gives its rows, one dict a question."""
+    """Answers `questions` (greedy by default), writes `eval-NAME.json` and gives its records, one dict a question."""
     name = f"step-{step}" if step else "adapter" if run.config.adapter else "base"
     if records := run.evaluation(name):
         return records  # made before the run was interrupted
     config = dataclasses.replace(run.config, temperature=run.config.eval_temperature, group_size=1)
-    records, meter = [], Meter(policy.device)
+    records, meter, order = [], Meter(policy.device), Order(questions, config.seed)  # step 0: no training step's draws
     with tqdm(total=len(questions), desc=f"evaluating {name}", disable=None) as bar:
-        for first in range(0, len(questions), config.eval_batch_size):
-            places = range(first, min(first + config.eval_batch_size, len(questions)))
-            rows = answer(policy, [((config.seed, 0, i), questions[i]) for i in places], config, task)
-            records += run.evaluation_records(rows)
-            bar.update(len(rows))
+        while order.place < len(questions):
+            asked = order.take(min(config.eval_batch_size, len(questions) - order.place))
+            records += run.evaluation_records(answer(policy, asked, config, task))
+            bar.update(len(asked))
     run.save_evaluation(name, records, meter.evaluation())
     return records
 

@@ -31,7 +31,7 @@ def log_ratio(logprobs, old_logprobs):
 
 
 def importance_sampling(logprobs, old_logprobs, advantages, mask):
-    """-ratio A with ratio = exp(logp - old_logp): the article's loss, and REINFORCE's gradient at ratio 1."""
+    """-ratio A with ratio = exp(logp - old_logp) (2): the article's loss, and REINFORCE's gradient at ratio 1."""
     return -log_ratio(logprobs, old_logprobs).exp() * advantages, None
 
 
@@ -65,9 +65,9 @@ LOSS_FNS = {"importance_sampling": importance_sampling, "ppo": ppo, "cispo": cis
             "gspo": Loss(gspo, reduction="sequence")}  # add yours here
 
 # Reductions: (N, T) mask of all rows of an optimiser step -> (N, T) weights; the step's loss is sum(weights * loss).
-# Rows that do not train, such as those of groups with equal rewards, are not among the N and count in no denominator.
+# Rows that do not train, such as those of groups with equal rewards (5), are not among the N: in no denominator.
 LOSS_REDUCTIONS = {
-    "token": lambda mask, max_tokens: mask / mask.sum(),  # one mean over all tokens (DAPO, arXiv 2503.14476, eq. 12)
+    "token": lambda mask, max_tokens: mask / mask.sum(),  # (4) a mean over all tokens (DAPO, arXiv 2503.14476, eq. 12)
     "sequence": lambda mask, max_tokens: mask / mask.sum(1, keepdim=True) / len(mask),  # GRPO: within rows, over rows
     "constant": lambda mask, max_tokens: mask / (len(mask) * max_tokens),  # Dr. GRPO (arXiv 2503.20783)
 }
@@ -99,7 +99,7 @@ def micro_batch_loss(rows, logprobs, config):
     logprobs, old = (x.masked_fill(~mask, 0.0) for x in (logprobs, old))  # a tool's token may have any, even -inf
     loss, bites = token_losses(config.loss_fn, logprobs, old, advantages, mask, low=config.clip_low,
                                high=config.clip_high)
-    if config.kl_coef:  # k3 estimate of KL(policy || base)
+    if config.kl_coef:  # (3) k3 estimate of KL(policy || base)
         log = log_ratio(rectangle(rows, "reference_logprobs", logprobs.device).masked_fill(~mask, 0.0), logprobs)
         loss = loss + config.kl_coef * (log.exp() - 1 - log)
     return loss.masked_fill(~mask, 0.0), None if bites is None else clip_counts(bites, advantages, mask)

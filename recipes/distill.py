@@ -40,14 +40,14 @@ TASK = dataclasses.replace(grpo.GEOQA, load=load_solved)
 
 
 def load_teacher(policy, config):
-    """-> teacher(batch), which sets each row's advantage (T,) and gives the reverse KL as a metric."""
+    """-> teacher(batch, config), which sets each row's advantage (T,) and gives the reverse KL as a metric."""
     model = policy
     if config.teacher_model:
         model = grpo.Policy(*load_base(config.teacher_model, policy.device, config.quantization, config.fused_kernels))
         if model.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
             raise UserError(f"--teacher-model {config.teacher_model} has another tokenizer than {config.base_model}")
 
-    def teacher(batch):
+    def teacher(batch, config):
         prompts = grpo.encode_prompts(model, batch.questions, TASK, config.max_image_tokens,
                                       with_solution=not config.teacher_model)
         rows = [dataclasses.replace(row, prompt=prompts[i // batch.group_size]) for i, row in enumerate(batch.rows)]

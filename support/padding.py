@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+TOKENS_PER_MICRO_BATCH = 8192  # where neither a flag nor the memory plan sets it
+
 
 def rectangle(rows, name, device="cpu"):
     """The tensor `name` (T_i,) of each row -> (n, T), with 0 or False behind a row's end."""
@@ -24,13 +26,14 @@ def left_padded(prompts, device):
             stacked([prompt.positions for prompt in prompts], 1))
 
 
-def micro_batches(rows, budget):
-    """Cuts rows into lists for one forward pass each: completions of one prompt, which counts once, in `budget` tokens.
+def micro_batches(rows, budget=0):
+    """Cuts rows into lists for one forward pass each: completions of one prompt, which counts once, in `budget` tokens
+    (0: TOKENS_PER_MICRO_BATCH).
 
     Completions count as long as the longest, since recurrent layers pad them; so those of like length come together.
     A row that is alone may be longer than the budget.
     """
-    batches = []
+    batches, budget = [], budget or TOKENS_PER_MICRO_BATCH
     for prompt, group in itertools.groupby(rows, key=lambda row: row.prompt):
         batch = []
         for row in sorted(group, key=lambda row: len(row.tokens)):

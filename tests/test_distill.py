@@ -38,7 +38,7 @@ def naive_logprobs(policy, prompts, batch):
 def test_opsd_advantage_is_teacher_minus_student(load):
     policy, config = load(adapter=True), config_of()
     batch = drawn(policy, config)
-    metrics = distill.load_teacher(policy, config)(batch)
+    metrics = distill.load_teacher(policy, config)(batch, config)
     with_solution = grpo.encode_prompts(policy, solved(), grpo.GEOQA, with_solution=True)
     assert all(len(a.ids) > len(b.ids) for a, b in zip(with_solution, prompts_of(policy, questions())))
     with torch.no_grad(), policy.model.disable_adapter():
@@ -80,7 +80,7 @@ def test_another_model_teaches(load, folders, tmp_path):
     assert metrics["train_datums"] == 12 and abs(metrics["opd/reverse_kl_mean"]) > 1e-3
     itself = distill.load_teacher(policy, dataclasses.replace(config, teacher_model=str(folders())))
     fresh = drawn(load(), config)
-    itself(fresh)
+    itself(fresh, config)
     assert rectangle(fresh.rows, "advantage").abs().max() <= 1e-4, "a teacher equal to the student has nothing to teach"
 
 
