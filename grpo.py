@@ -585,7 +585,6 @@ def evaluate(config, task=GEOQA):
     run, policy, _, questions = prepare(dataclasses.replace(config, eval_only=True), task)
     records = evaluate_policy(policy, questions["eval"], run, task)
     results = run.finish(None, records) if config.adapter else run.finish(records, None)
-    run.close()
     write_report(run.path)
     return results
 
