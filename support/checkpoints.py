@@ -48,8 +48,12 @@ class NonFinite(UserError):
 def resumed_config(config, given):
     """The settings of the run `config.resume`, changed by the fields named in `given`, those of the command line."""
     stored = stored_config(config.resume)
-    fields = {field.name for field in dataclasses.fields(config)}
-    taken = {name: stored[name] for name in (fields & stored.keys()) - given}
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    taken = {name: stored[name] for name in (defaults.keys() & stored.keys()) - given}
+    for name, value in taken.items():
+        kinds = (float, int) if type(defaults[name]) is float else (type(defaults[name]),)
+        if defaults[name] is not None and type(value) not in kinds:
+            raise UserError(f"--resume {config.resume}: {name} is {value!r} in config.json")
     taken |= {name: pinned(stored, name) for name in FROM_HUB
               if name not in given or getattr(config, name) == stored[name]}
     return dataclasses.replace(config, **taken | {"resume": config.resume})

@@ -49,6 +49,8 @@ class RunDir:
             settings["tracker_id"] = before.get("tracker_id") or secrets.token_hex(4)
         if config.resume:
             self.reopen()
+            changed = {k: v for k, v in before.get("versions", {}).items() if settings["versions"].get(k) != v}
+            self.tell([f"other versions, so numbers may differ a little: it began with {changed}"] if changed else [])
         write_json(self.path / "config.json", settings)
         self.tracking = Tracking(config, self.path, settings, self.saved, self.tell)
         tqdm.write(f"run directory: {self.path}")

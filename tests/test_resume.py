@@ -387,6 +387,19 @@ def test_other_errors_leave_the_last_complete_step_too(given, tmp_path, undistur
     assert result(tmp_path / "run", 6) == result(undisturbed, 6)
 
 
+@pytest.mark.parametrize("changes, message", [
+    ({"steps": "six"}, "steps is 'six' in config.json"), ({"evaluate": 1}, "evaluate is 1 in config.json"),
+    ({"versions": {"torch": "1.0"}}, "it began with {'torch': '1.0'}")])
+def test_a_config_that_was_edited_is_one_line(tmp_path, undisturbed, capsys, changes, message):
+    shutil.copytree(undisturbed, tmp_path / "run")
+    settings = json.loads((tmp_path / "run" / "config.json").read_text())
+    (tmp_path / "run" / "config.json").write_text(json.dumps(settings | changes))
+    capsys.readouterr()
+    code = command(["--resume", str(tmp_path / "run")])
+    printed = capsys.readouterr()
+    assert message in printed.out + printed.err and (code == 2) == ("versions" not in changes)
+
+
 # Kills
 
 
