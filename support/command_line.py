@@ -109,7 +109,7 @@ class ShortHelp(argparse.RawDescriptionHelpFormatter):
 
     def __init__(self, prog):
         width = min(120, shutil.get_terminal_size((120, 40)).columns)
-        super().__init__(prog, max_help_position=width * 3 // 10, width=width)
+        super().__init__(prog, max_help_position=width // 3, width=width)
 
     def _format_action_invocation(self, action):
         return f"{action.option_strings[-1]} {action.metavar or ''}".strip()
@@ -139,15 +139,16 @@ class FlagParser(transformers.HfArgumentParser):
         known = {key: value for key, value in options.items() if key not in about} | {"default": argparse.SUPPRESS}
         if options.get("action") == "store_false":
             text = f"do not {text}"
-        elif options.get("nargs") != "?":  # it takes a value
+        elif options.get("nargs") == "?":  # a switch; one that is on is listed as --no-x
+            text = argparse.SUPPRESS if default else text
+        else:
             known["metavar"] = "NAME" if table else {int: "N", float: "X"}.get(options["type"], "TEXT")
             text += f" {{{', '.join(table)}}}" if table else ""
             text += f" [{default}]" if default not in (None, "") else ""
-        elif default:  # a switch that is on is listed as --no-x
-            text = argparse.SUPPRESS
         return self.groups[about["section"]].add_argument(*names, **known, help=text.replace("%", "%%"))
 
     def error(self, message):
+        message = message.replace("unrecognized arguments:", "unknown flag")
         self.exit(2, f"error: {printable(message)} (--help lists the flags)\n")
 
 
@@ -158,13 +159,11 @@ def run_command_line(config_class, action, argv=None):
     """
     task = inspect.signature(action).parameters.get("task")
     parser = FlagParser(config_class, getattr(task and task.default, "rewards", None))
-    given, unknown = parser.parse_known_args(argv)
-    if unknown:
-        parser.error(f"unknown {'flag' if unknown[0].startswith('-') else 'word'} {unknown[0]}")
-    config = config_class(**vars(given))
+    given = vars(parser.parse_args(argv))
+    config = config_class(**given)
     try:
         interrupts.as_usual()
-        action(resumed_config(config, set(vars(given))) if config.resume else config)
+        action(resumed_config(config, set(given)) if config.resume else config)
     except UserError as error:
         parser.exit(2, f"error: {printable(str(error))}\n")
     except torch.OutOfMemoryError:

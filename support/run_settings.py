@@ -47,7 +47,7 @@ def dashed(name):
 class RunSettings:
     device: str = flag("auto", "auto: the CUDA GPU; or cuda, cuda:1, cpu", section="memory")
     plan: bool = flag(False, "only print the GPU memory that the settings need")
-    activation_checkpointing: Literal["auto", "on", "off"] = flag("auto", "recompute layers; auto: on CUDA only")
+    activation_checkpointing: Literal["auto", "on", "off"] = flag("auto", "recompute layers; auto: on CUDA")
     fused_kernels: bool = flag(True, "use flash-linear-attention and causal-conv1d")
     tokens_per_micro_batch: int = flag(0, "tokens in one pass of the learner; 0: what fits", at_least=0)
     rollouts_at_once: int = flag(0, "completions drawn at once; 0: what fits", at_least=0)
@@ -63,6 +63,6 @@ class RunSettings:
     on_nonfinite: Literal["stop", "skip"] = flag("stop", "at NaN or infinity in an update")
     show_samples: bool = flag(False, "print one group of completions each step")
     tracker: Literal["none", "swanlab", "tensorboard", "wandb"] = flag("none", "program that also gets the metrics")
-    swanlab_mode: Literal["cloud", "local", "offline", "disabled"] = flag("cloud", "where SwanLab keeps the metrics")
+    swanlab_mode: Literal["cloud", "local", "offline", "disabled"] = flag("cloud", "of SwanLab")
     swanlab_project: str = flag(PROJECT, "SwanLab's project")
     electricity_price: float = flag(0.6, "yuan per kWh, for the cost in results.json", at_least=0)

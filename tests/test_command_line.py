@@ -101,7 +101,7 @@ def test_flags_become_a_config():
     (["--stepz", "3"], "unknown flag --stepz"),
     (["--step", "3"], "unknown flag --step"),
     (["--base", "x"], "unknown flag --base"),
-    (["surplus"], "unknown word surplus"),
+    (["surplus"], "unknown flag surplus"),
     (["--steps"], "argument --steps: expected one argument"),
     (["--steps", "x"], "invalid int value: 'x'"),
     (["--steps", "1.5"], "invalid int value: '1.5'"),
