@@ -52,13 +52,10 @@ class Question:
 
 
 class Questions(Sequence):
-    """Questions, each figure decoded at access: thousands do not fit in memory at once. Slices are Questions too.
-
-    `revision` is the data set's commit or "local"; `notes` are lines for the user.
-    """
+    """Questions, each figure decoded at access: thousands do not fit in memory at once. Slices are Questions too."""
 
     def __init__(self, rows, revision, notes):
-        self._rows, self.revision, self.notes = rows, revision, notes
+        self._rows, self.revision, self.notes = rows, revision, notes  # commit or "local"; lines for the user
 
     def __len__(self):
         return len(self._rows)
@@ -74,11 +71,11 @@ class Questions(Sequence):
 def load_geoqa(dataset, split, test_size=100, seed=42, max_samples=0):
     """Loads one split of a hub id (also id@revision) or a local folder -> Questions.
 
-    train  all rows, shuffled with `seed`; above 0, the first `max_samples` of them, as of the other splits
+    train  all rows, shuffled with `seed`
     test   the last `test_size` rows (0: all) of the split shuffled with 42, whatever `seed` is
     dev    all rows in file order
-    Figures that do not decode are left out last, so that they never change which other rows are chosen; more than 1 %
-    of them is an error. Raises UserError, one line that names the file, row and column, for anything wrong.
+    `max_samples` above 0 then keeps the first so many. Figures that do not decode are left out last: they never change
+    which other rows are chosen, and more than 1 % of them is an error. UserError names the file, row and column.
     """
     folder, revision = hub_folder(dataset, "dataset", ["data/*.parquet", "*.parquet"])
     raw, prepared = sorted(folder.glob("data/*.parquet")), folder / f"{split}.parquet"
@@ -109,10 +106,7 @@ def load_geoqa(dataset, split, test_size=100, seed=42, max_samples=0):
 
 
 def format_question(question, with_solution=False):
-    """Gives the user turn's text: question, four lettered options, instruction. The figure comes after it.
-
-    `with_solution` puts the worked solution in, for a teacher; the student's prompt never has it.
-    """
+    """The user turn's text, which the figure follows; `with_solution` is for a teacher, never for the student."""
     # An option that brings its own line break would look like two.
     options = [f"{letter}. {' '.join(choice.split())}" for letter, choice in zip("ABCD", question.choices, strict=True)]
     solution = [f"参考解答：{question.answer.strip()}"] if with_solution else []
@@ -142,7 +136,8 @@ def _read(path, folder, split):
         for column, value in row.items():
             is_right, expected = CHECKS[column]
             if not is_right(value):
-                raise UserError(f"{file}, row id {row['id']!r}, column {column}: {reprlib.repr(value)} is not {expected}")
+                raise UserError(f"{file}, row id {row['id']!r}, column {column}: "
+                                f"{reprlib.repr(value)} is not {expected}")
         rows.append(row | {"file": file})
     return rows
 

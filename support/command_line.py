@@ -22,10 +22,7 @@ from support.trackers import check_tracker
 
 
 def checked_config(config, rewards):
-    """A copy of `config` with its preset applied. `rewards` are the task's, by name.
-
-    Raises UserError, naming the flag, for a value with which no run makes sense.
-    """
+    """A copy of `config` with its preset applied; `rewards` are the task's. UserError where no run makes sense."""
     config = with_preset(config)
     if Version(transformers.__version__) < Version("5.24"):  # wrong numbers for padded batches, without any error
         raise UserError(f"transformers {transformers.__version__}: 5.24 is needed; pip install -U -r requirements.txt")
@@ -75,11 +72,8 @@ def reward_weights(text, rewards):
 
 
 def check_loss(config, entry):
-    """Raises UserError for clip bounds and a reduction that the loss does not have.
-
-    `entry` is its entry in LOSS_FNS: a function whose keyword arguments are the bounds, or a Loss with .fn, .reduction.
-    """
-    bounds = inspect.signature(getattr(entry, "fn", entry)).parameters
+    """Raises UserError for clip bounds and a reduction that the loss, an entry of LOSS_FNS, does not have."""
+    bounds = inspect.signature(getattr(entry, "fn", entry)).parameters  # `low` and `high` are keyword arguments
     for bound in ("low", "high"):
         if getattr(config, f"clip_{bound}") is not None and bound not in bounds:
             raise UserError(f"--clip-{bound}: --loss-fn {config.loss_fn} has no such bound")

@@ -7,7 +7,7 @@ from support.errors import UserError
 
 
 def parse_id(name) -> tuple[str, str]:
-    """"owner/name@v2" -> ("owner/name", "v2"), a branch, tag or commit, "" the newest. An existing folder keeps its @."""
+    """"owner/name@v2" -> ("owner/name", "v2"): a branch, tag or commit, "" the newest. A folder's name keeps its @."""
     head, _, revision = name.rpartition("@")
     return (head, revision) if head and revision and not os.path.exists(os.path.expanduser(name)) else (name, "")
 

@@ -39,12 +39,9 @@ class GrowingLayer(DynamicLayer):
 
 
 def join_caches(caches):
-    """Caches of prompts padded to one width -> one cache of all their rows, whose attention layers grow in blocks.
-
-    Layer by layer, so that hardly more than one copy exists at a time.
-    """
+    """Caches of prompts padded to one width -> one cache of all their rows, whose attention layers grow in blocks."""
     joined = caches[0]
-    for i, layer in enumerate(joined.layers):
+    for i, layer in enumerate(joined.layers):  # so that hardly more than one copy exists at a time
         parts = [cache.layers[i] for cache in caches]
         for cache in caches[1:]:
             cache.layers[i] = None

@@ -175,13 +175,13 @@ def adapter_config(folder, base_name, base):
     on_hub = [name.count("/") == 1 and not Path(name).exists() for name in (made_for, base_name)]
     for wrong, message in (
             (config.peft_type != "LORA" or config.megatron_config, "is no plain LoRA adapter"),
-            (getattr(config, "lora_dropout", 0), "was trained with dropout, which would make the learner another "
-             "policy than the sampler: set lora_dropout to 0 in its adapter_config.json"),
+            (getattr(config, "lora_dropout", 0),  # the learner would be another policy than the sampler
+             "was trained with dropout: set lora_dropout to 0 in its adapter_config.json"),
             (made_for_class != base_class, f"was made for a {made_for_class}; {base_name} is a {base_class}"),
             (all(on_hub) and made_for.lower() != base_name.lower(), f"was made for {made_for}, not for {base_name}")):
         if wrong:
             raise UserError(f"--adapter {folder} {message}")
-    config.inference_mode = False
+    config.inference_mode = False  # True would freeze it
     return config
 
 
