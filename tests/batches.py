@@ -65,7 +65,7 @@ def uneven_rows(policy, prompts, group_size=4, max_tokens=34, temperature=1.0, s
     policy.stop_ids = torch.tensor([-1])
     *others, last = columns(grpo.sample(policy, prompts, max_tokens, temperature, uniforms=uniforms)).tolist()
     policy.stop_ids = torch.tensor([next(row[t] for row in others[t:] + others if row[t] not in last)
-                                    for t in (0, 5, 10, 20)])
+                                    for t in range(0, 21, 4)])
     rows = grpo.sample(policy, prompts, max_tokens, temperature, uniforms=uniforms)
     lengths = [len(row.tokens) for row in rows]
     assert min(lengths) == 1 and max(lengths) == max_tokens and len(set(lengths)) > 3, lengths
@@ -194,6 +194,7 @@ def chi_square_p(counts, probabilities):
     expected = torch.cat([expected[~small], expected[small].sum()[None]])
     keep = expected > 0
     assert not counts[~keep].any(), "drawn, though its probability is 0"
+    assert keep.sum() > 3, "too few draws to tell anything"
     statistic = ((counts - expected)[keep] ** 2 / expected[keep]).sum()
     freedom = torch.tensor(float(keep.sum() - 1))
     return torch.special.gammaincc(freedom / 2, statistic.float() / 2).item()

@@ -115,14 +115,14 @@ def test_waves_and_prefill_in_chunks_change_no_token(shared, monkeypatch, family
     policy.stop_ids = torch.tensor([-1])
     with monkeypatch.context() as patch:
         patch.setattr(kv_cache, "GrowingLayer", plain_layer)
-        whole = greedily(policy, questions(), 20)
-    policy.stop_ids = whole[0].tokens[9:10]
+        whole = greedily(policy, questions(), 16)
+    policy.stop_ids = whole[0].tokens[7:8]
     width = max(len(row.prompt.ids) for row in whole)
     monkeypatch.setattr(grpo, "PREFILL_TOKENS", 2 * width)  # two prompts, then one
-    monkeypatch.setattr(kv_cache, "BLOCK", 7)
+    monkeypatch.setattr(kv_cache, "BLOCK", 5)
     for at_once in (0, 3, 1):  # 3: a group is cut in two
-        rows = greedily(policy, questions(), 20, at_once)
-        assert min(len(row.tokens) for row in rows) <= 10, "no row was dropped"
+        rows = greedily(policy, questions(), 16, at_once)
+        assert min(len(row.tokens) for row in rows) <= 8, "no row was dropped"
         assert all(torch.equal(row.tokens, all_.tokens[:len(row.tokens)]) for row, all_ in zip(rows, whole))
         assert dlogp(policy, rows) <= 1e-4
 
@@ -280,7 +280,7 @@ def test_gradient_is_the_closed_form_for_any_micro_batches(shared, temperature):
     set_advantages(moved_away(rows, 0.3))
     budgets = 1, 300, 10**6
     cuts = [micro_batches(rows, budget) for budget in budgets]
-    assert len(cuts[0]) == 12 and 1 < max(len(micro) for micro in cuts[1]) < 4 and len(cuts[2]) == 3
+    assert len(cuts[0]) == 12 and len(cuts[2]) < len(cuts[1]) < 12 and len(cuts[2]) == 3
     one, some, whole = (gradient(policy, rows, budget, temperature=temperature) for budget in budgets)
     assert relative(one, whole) <= 1e-5 and relative(some, whole) <= 1e-5
     assert relative(whole, naive_gradient(policy, rows, temperature)) <= 1e-5
@@ -344,15 +344,15 @@ def test_greedy_equals_generate(shared, family):
     policy = shared(family)
     for seed in (0, 1):  # twice in a row, with other figures: no state may stay behind
         prompts = prompts_of(policy, questions(seed))
-        reference = generated(policy, prompts, 24)
+        reference = generated(policy, prompts, 18)
         assert all(len(set(row.tolist())) >= 5 for row in reference), "the answers do not vary"
-        policy.stop_ids = reference[0][12:13] if seed else torch.tensor([-1])
-        rows = grpo.sample(policy, grouped(prompts, 2), 24, temperature=0)
+        policy.stop_ids = reference[0][9:10] if seed else torch.tensor([-1])
+        rows = grpo.sample(policy, grouped(prompts, 2), 18, temperature=0)
         check_greedy(rows, reference)
         for i, row in enumerate(rows):
             drawn = torch.isin(reference[i // 2], policy.stop_ids)
-            assert len(row.tokens) == (int(drawn.int().argmax()) + 1 if drawn.any() else 24)
-    assert rows[0].finished and len(rows[0].tokens) <= 13
+            assert len(row.tokens) == (int(drawn.int().argmax()) + 1 if drawn.any() else 18)
+    assert rows[0].finished and len(rows[0].tokens) <= 10
 
 
 def mutants(prompts):
@@ -376,7 +376,7 @@ def test_greedy_comparison_sees_mutants(shared):
     policy = shared()
     policy.stop_ids = torch.tensor([-1])  # no row is dropped, so rows stay in the order that the mutants assume
     prompts = prompts_of(policy, questions())
-    reference = generated(policy, prompts, 24)
+    reference = generated(policy, prompts, 12)
     for name, (decoding, mutate) in mutants(prompts).items():
         mutated = []
 
@@ -387,8 +387,8 @@ def test_greedy_comparison_sees_mutants(shared):
                 inputs["position_ids"], inputs["attention_mask"] = changed
 
         with changed_inputs(policy.base, change):
-            rows = grpo.sample(policy, grouped(prompts, 2), 24, temperature=0)
-        assert len(mutated) == (23 if decoding else 1)
+            rows = grpo.sample(policy, grouped(prompts, 2), 12, temperature=0)
+        assert len(mutated) == (11 if decoding else 1)
         if name == "no change":
             check_greedy(rows, reference)
         else:
@@ -427,16 +427,16 @@ def test_generate_says_what_the_loop_says_of_its_draws(shared, temperature):
 # Draws
 
 
-@pytest.mark.parametrize("sampler, family, temperature", [
-    ("loop", "qwen3_5", 1.0), ("loop", "qwen3_5", 0.7), ("generate", "qwen3_vl", 0.7)])
-def test_frequencies_match_the_softmax(shared, sampler, family, temperature):
+@pytest.mark.parametrize("sampler, family, temperature, count", [
+    ("loop", "qwen3_5", 1.0, 4000), ("loop", "qwen3_5", 0.7, 4000), ("generate", "qwen3_vl", 0.7, 1500)])
+def test_frequencies_match_the_softmax(shared, sampler, family, temperature, count):
     """The folder's generation_config says top_k 20 and top_p 0.95: neither may cut anything off."""
     policy = shared(family, layers=2)
     assert policy.base.generation_config.top_k == 20 and policy.base.generation_config.top_p == 0.95
     policy.stop_ids = torch.tensor([-1])
     (prompt,) = prompts_of(policy, questions()[:1], SHORT)
     torch.manual_seed(0)
-    pairs = columns(grpo.SAMPLERS[sampler](policy, [prompt] * 2000, 2, temperature))
+    pairs = columns(grpo.SAMPLERS[sampler](policy, [prompt] * count, 2, temperature))
 
     def probabilities(*continuation):
         inputs = plain_inputs(policy, prompt)
@@ -451,15 +451,15 @@ def test_frequencies_match_the_softmax(shared, sampler, family, temperature):
     first = pairs[:, 0].bincount(minlength=vocabulary)
     assert (first > 0).sum() > 25, "too few different tokens to see a top-k of 20"
     assert chi_square_p(first, probabilities()) > 1e-3
-    for token in first.argsort(descending=True)[:3].tolist():
+    for token in first.argsort(descending=True)[:2].tolist():
         second = pairs[pairs[:, 0] == token, 1].bincount(minlength=vocabulary)
         assert chi_square_p(second, probabilities(token)) > 1e-3
 
 
 @pytest.mark.parametrize("sampler", grpo.SAMPLERS)
 def test_nucleus_draws_from_it_but_reports_the_full_softmax(shared, sampler):
-    policy, draw = shared(layers=2), grpo.SAMPLERS[sampler]
-    prompts = prompts_of(policy, questions()[:1], SHORT) * 500
+    policy, draw = shared("qwen3_vl"), grpo.SAMPLERS[sampler]
+    prompts = prompts_of(policy, questions()[:1], SHORT) * 400
     torch.manual_seed(0)
     rows, full = draw(policy, prompts, 1, top_p=0.5), draw(policy, prompts, 1)
     mass = {int(row.tokens): float(row.logprobs.exp()) for row in rows}
