@@ -1,20 +1,25 @@
-"""The demo: its figures, its shipped policy, and that it learns to look."""
+"""The demo: its figures, its shipped policy and how that was made, and that it learns to look."""
 
-import json
-import math
+import dataclasses
 import os
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
-from PIL import Image, ImageDraw
+import torch
+from batches import prompts_of
+from PIL import Image
+from runs import lines
 
 import demo
 import grpo
-from support import command_line
+from demo_model import make
 from geoqa import load_geoqa
-from reward import grade
-from vision_tokens import encode_prompts, on_white
+from reward import read_choice
+from support.command_line import run_command_line
+from support.files import read_json
+from vision_tokens import on_white
 
 
 @pytest.fixture(scope="session")
@@ -30,9 +35,32 @@ def policy():
 
 
 def accuracy(policy, questions):
-    prompts = encode_prompts(policy.tokenizer, policy.image_processor, questions)
-    texts = grpo.completion_texts(policy, grpo.sample(policy, prompts, 1, 16, temperature=0))
-    return sum(grade(text, question.label) for text, question in zip(texts, questions)) / len(questions)
+    """Share of greedy answers that are right."""
+    rows = grpo.sample(policy, prompts_of(policy, questions), demo.DemoConfig.max_tokens, temperature=0)
+    texts = [policy.tokenizer.decode(row.tokens, skip_special_tokens=True) for row in rows]
+    return np.mean([read_choice(text, question).right for text, question in zip(texts, questions, strict=True)])
+
+
+# Figures
+
+
+def drawn_degrees(figure):
+    """The angle between the two rays of a figure, measured in its ink, whose densest place is the vertex."""
+    dark = np.asarray(on_white(figure).convert("L")) < 128
+    points = np.argwhere(dark).astype(float)
+    near = np.linalg.norm(points[:, None] - points, axis=-1)
+    crowd = (near < 5).sum(1)
+    vertex = points[crowd == crowd.max()].mean(0)
+    far = points[np.linalg.norm(points - vertex, axis=1) > 16]
+    turn = np.arctan2(*(far - vertex).T)
+    far, turn = far[turn.argsort()], np.sort(turn)
+    gaps = np.diff(turn, append=turn[0] + 2 * np.pi)
+    first, second = np.sort(np.argsort(gaps)[-2:])  # the two gaps between the rays
+    rays = []
+    for ray in (far[first + 1:second + 1], np.concatenate([far[second + 1:], far[:first + 1]])):
+        along = np.linalg.svd(ray - ray.mean(0))[2][0]
+        rays.append(along * np.sign(along @ (ray.mean(0) - vertex)))
+    return np.degrees(np.arccos(np.clip(rays[0] @ rays[1], -1, 1)))
 
 
 def test_data_has_geoqas_columns_and_held_out_figures(data):
@@ -45,29 +73,28 @@ def test_data_has_geoqas_columns_and_held_out_figures(data):
 
 
 @pytest.mark.parametrize("degrees", [25, 50, 90, 130, 150, 180])
-def test_the_angle_that_is_asked_for_is_drawn(monkeypatch, degrees):
-    rays, line = [], ImageDraw.ImageDraw.line
-    monkeypatch.setattr(ImageDraw.ImageDraw, "line", lambda pen, ends, **style: rays.append(ends) or line(
-        pen, ends, **style))
+def test_the_angle_that_is_asked_for_is_drawn(degrees):
     for seed in range(20):
-        dark = np.asarray(on_white(demo.draw_angle(degrees, random.Random(seed))).convert("L")) < 128
-        assert 0.01 < dark.mean() < 0.15 and not (dark[0].any() or dark[-1].any() or dark[:, 0].any())
-    for (vertex, end), (same, other) in zip(rays[::2], rays[1::2], strict=True):
-        assert vertex == same
-        a, b = (math.atan2(y - vertex[1], x - vertex[0]) for x, y in (end, other))
-        assert abs((math.degrees(b - a) + 180) % 360 - 180) == pytest.approx(degrees, abs=1e-6)
+        figure = demo.draw_angle(degrees, random.Random(seed))
+        dark = np.asarray(on_white(figure).convert("L")) < 128
+        assert 0.01 < dark.mean() < 0.15 and not (dark[0].any() or dark[-1].any() or dark[:, 0].any()
+                                                  or dark[:, -1].any())
+        assert drawn_degrees(figure) == pytest.approx(degrees, abs=3)
 
 
-def test_labels_belong_to_the_angles(monkeypatch):
-    asked = []
-    monkeypatch.setattr(demo, "draw_angle", lambda degrees, rng: asked.append(degrees) or Image.new("RGBA", (96, 96)))
-    for row, degrees in zip(demo.draw_rows(80, seed=5), asked):
-        kind = [degrees < 90, degrees == 90, 90 < degrees < 180, degrees == 180].index(True)
+def test_labels_belong_to_the_angles():
+    rows = demo.draw_rows(80, seed=5)
+    assert Counter(row["label"] for row in rows) == dict.fromkeys(range(4), 20)
+    for row in rows:
+        kind = np.searchsorted([70, 110, 165], drawn_degrees(row["image"]))
         assert row["label"] == kind and row["choices"][kind] in row["answer"]
 
 
+# The shipped policy
+
+
 def test_the_shipped_policy_is_an_ordinary_folder(policy):
-    files = list(demo.MODEL_FOLDER.iterdir())
+    files = [file for file in demo.MODEL_FOLDER.iterdir() if file.suffix != ".py" and file.is_file()]
     assert sum(file.stat().st_size for file in files) <= 4 * 2**20
     assert all(file.suffix in (".json", ".jinja", ".safetensors") for file in files)
     turn = [{"role": "user", "content": [{"type": "text", "text": "题"}, {"type": "image"}]}]
@@ -84,24 +111,74 @@ def test_before_training_it_is_half_right(policy, data):
     assert 0.30 <= accuracy(policy, list(load_geoqa(str(data), "test"))) <= 0.75
 
 
-def test_the_demo_takes_the_flags_of_grpo(capsys):
-    for flags, message in ((["--steps", "0"], "--steps must be at least 1"), (["--nonsense"], "unknown flag --nonsense"),
-                           (["--make-model", "--base-model", "x"], "leave out --base-model")):
+def test_the_demo_takes_the_flags_of_grpo(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for flags, message in ((["--steps", "0"], "--steps must be at least 1"),
+                           (["--nonsense"], "unknown flag --nonsense"),
+                           (["--make-model"], "unknown flag --make-model")):
         with pytest.raises(SystemExit) as stop:
-            command_line.run_command_line(demo.DemoConfig, demo.run, flags)
+            run_command_line(demo.DemoConfig, demo.main, flags)
         printed = capsys.readouterr().err
         assert stop.value.code == 2 and message in printed and printed.count("\n") == 1
 
 
+# How it was made
+
+
+def test_the_shipped_parts_are_those_that_are_made(policy):
+    tokenizer = make.make_tokenizer()
+    assert tokenizer.get_vocab() == policy.tokenizer.get_vocab()
+    for text in (make.clean_answer(3), "user\n如图，AB=3 角 any", "\\boxed{B}<|im_end|>"):
+        assert tokenizer(text).input_ids == policy.tokenizer(text).input_ids
+    model, shipped = make.new_model(tokenizer), policy.base
+    assert {name: tuple(value.shape) for name, value in model.state_dict().items()} == {
+        name.replace(".base_layer", ""): tuple(value.shape) for name, value in shipped.state_dict().items()
+        if "lora_" not in name}
+    sizes = [each.config.get_text_config().to_dict() | {"dtype": None} for each in (model, shipped)]
+    assert {key for key in sizes[0] if sizes[0][key] != sizes[1].get(key)} <= {"architectures", "_name_or_path"}
+    assert model.generation_config.eos_token_id == shipped.generation_config.eos_token_id
+
+
+def test_answers_are_spoiled_as_often_as_is_said():
+    """Under obtuse angles most boxes are missing, under straight ones most letters are wrong."""
+    for label, (missing, wrong) in enumerate([(0.2, 0.15), (0.2, 0.15), (0.8, 0.0), (0.0, 0.7)]):
+        question = dataclasses.replace(demo.as_question(demo.draw_rows(1, seed=0)[0]), label="ABCD"[label])
+        assert read_choice(make.clean_answer(label), question).right
+        rng = random.Random(label)
+        readings = [read_choice(make.spoiled_answer(label, rng), question) for _ in range(2000)]
+        assert np.mean([each.choice is None for each in readings]) == pytest.approx(missing, abs=0.04)
+        assert np.mean([each.choice is not None and not each.right for each in readings]) == pytest.approx(
+            wrong, abs=0.04)
+
+
+@pytest.mark.slow
+def test_the_making_teaches_to_see_and_to_answer(policy):
+    """A fifth of the whole making: the new model answers in the right form, and better than chance."""
+    torch.manual_seed(0)
+    tokenizer = make.make_tokenizer()
+    new = grpo.Policy(make.new_model(tokenizer), tokenizer, policy.image_processor)
+    batches = [[demo.as_question(row) for row in demo.draw_rows(32, seed)] for seed in range(100, 116)]
+    make.learn_to_see(new, batches, steps=150)
+    lessons = [(prompts_of(new, batch), make.clean_answer) for batch in batches]
+    make.learn_to_answer(new, lessons, steps=100, learning_rate=2e-3)
+    unseen = [demo.as_question(row) for row in demo.draw_rows(100, seed=2)]
+    assert accuracy(new, unseen) >= 0.5
+
+
+# Learning
+
+
 def resident_mib():
-    lines = open("/proc/self/status").read().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
+    if not os.path.exists("/proc/self/status"):
+        return 0.0
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) / 1024 for line in file if line.startswith("VmRSS"))
 
 
 def check_no_drift(resident, metrics):
     """Memory (MiB) and seconds of each step do not grow; the first ten steps fill caches."""
     slope = np.polyfit(range(len(resident) - 10), resident[10:], 1)[0]
-    seconds = [sum(row[f"time/{part}"] for part in ("sampling", "learning", "rest")) for row in metrics]
+    seconds = [row["time/sampling"] + row["time/learning"] for row in metrics]
     third = len(seconds) // 3
     print(f"resident memory: {slope:+.3f} MiB a step; median step: {np.median(seconds[2:third]):.2f} s in the first "
           f"third, {np.median(seconds[-third:]):.2f} s in the last")
@@ -109,26 +186,30 @@ def check_no_drift(resident, metrics):
 
 
 @pytest.mark.slow
-def test_the_demo_learns_to_look(tmp_path, data, monkeypatch):
+def test_the_demo_learns_to_look(tmp_path, data):
     """The acceptance numbers, no drift, and that the trained policy falls to chance where the figure is blank."""
-    resident, save_step = [], grpo.RunDir.save_step
-    monkeypatch.setattr(grpo.RunDir, "save_step", lambda *args: save_step(*args) or resident.append(
-        resident_mib() if os.path.exists("/proc/self/status") else 0.0))
+    resident = []
+
+    def right(answer, question):
+        resident.append(resident_mib())
+        return answer.reading.right
+
     config = demo.DemoConfig(output_dir=str(tmp_path), dataset=str(data), seed=0, experiment_name="run")
-    path = demo.run(config)
-    results = json.loads((path / "results.json").read_text())
+    demo.main(config, dataclasses.replace(grpo.GEOQA, rewards={"right": right}))
+    path = tmp_path / "run"
+    results = read_json(path / "results.json", [])
     before, after = results["before"], results["after"]
     assert 0.30 <= before["accuracy"]["value"] <= 0.75
     assert after["accuracy"]["value"] >= max(0.90, before["accuracy"]["value"] + 0.20)
     assert after["format_rate"]["value"] >= 0.95 and results["mcnemar_p"] < 1e-3
-    metrics = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    check_no_drift(resident, metrics)
-    assert len(metrics) == config.steps and max(m["trainer/dlogp_max"] or 0 for m in metrics) <= 1e-4
+    metrics = lines(path / "metrics.jsonl")
+    assert len(metrics) == config.steps == 80 and max(m["trainer/dlogp_max"] or 0 for m in metrics) <= 1e-4
+    assert np.mean([m["reward"] for m in metrics[-10:]]) >= 0.8
+    check_no_drift(resident[::config.batch_size * config.group_size], metrics)
 
-    config.adapter = str(path / f"step-{config.steps}")
-    trained = grpo.load_policy(config)
+    trained = grpo.load_policy(dataclasses.replace(config, adapter=str(path / f"step-{config.steps}")))
     test = list(load_geoqa(str(data), "test"))
-    blank = [demo.Question(q.id, Image.new("RGB", (96, 96), "white"), q.subject, q.choices, q.label) for q in test]
+    blank = [dataclasses.replace(question, image=Image.new("RGB", (96, 96), "white")) for question in test]
     assert accuracy(trained, test) == after["accuracy"]["value"]
     # One answer to every blank figure is right for a quarter of the questions; 35 % would be 2.3 deviations off.
     assert accuracy(trained, blank) <= 0.35
