@@ -224,7 +224,8 @@ def sample(policy, prompts, max_tokens, temperature=1.0, top_p=1.0, uniforms=Non
     None: fresh ones. For evaluation: temperature 0 decodes greedily (logprobs are then those at 1); top_p < 1 draws
     from the nucleus, but reports logprobs of the full softmax. UserError where a row exceeds the model's context.
     """
-    model, device, n = policy.base.eval(), policy.device, len(prompts)
+    policy.base.eval()
+    device, n = policy.device, len(prompts)
     cache, logits, visible, position = prefill(policy, prompts, max_tokens)
     uniforms = (torch.rand(n, max_tokens) if uniforms is None else uniforms).to(device)
     tokens = torch.zeros(n, max_tokens, dtype=torch.long, device=device)
@@ -246,11 +247,7 @@ def sample(policy, prompts, max_tokens, temperature=1.0, top_p=1.0, uniforms=Non
                 if len(keep) < len(live):
                     cache.reorder_cache(keep)
                     live, token, visible, position = live[keep], token[keep], visible[keep], position[keep]
-            # Positions are given: model.rope_deltas is state that goes stale when rows are expanded or dropped.
-            # The mask has 4 dimensions: transformers inspects a 2-D mask on the host, a GPU sync for every token.
-            logits = model(input_ids=token[:, None], position_ids=(position + t).expand(3, -1)[..., None],
-                           attention_mask=visible[:, None, None, :width + t + 1], cache=cache, use_cache=True,
-                           logits_to_keep=1).logits[:, -1]
+            logits = next_logits(policy, cache, token, visible[:, :width + t + 1], position + t)
     return cut_completions(policy, prompts, tokens, logprobs, entropies)
 
 
@@ -273,6 +270,14 @@ def prefill(policy, prompts, max_tokens):
     cache.reorder_cache(index)
     position = torch.tensor([prompt.next_position for prompt in prompts], device=policy.device)
     return cache, logits[index], F.pad(visible[index], (0, max_tokens), value=True), position
+
+
+def next_logits(policy, cache, token, visible, position):
+    """Puts `token` (n,) at `position` (n,) behind the cache -> logits (n, V). `visible` (n, tokens of the cache)."""
+    # Positions are given: model.rope_deltas is state that goes stale when rows are expanded or dropped.
+    # The mask has 4 dimensions: transformers inspects a 2-D mask on the host, a GPU sync for every token.
+    return policy.base(input_ids=token[:, None], position_ids=position.expand(3, -1)[..., None], cache=cache,
+                       attention_mask=visible[:, None, None], use_cache=True, logits_to_keep=1).logits[:, -1]
 
 
 def cut_completions(policy, prompts, tokens, logprobs, entropies):
@@ -633,8 +638,8 @@ def main(config, task=GEOQA, load_teacher=None):
     return evaluate(config, task) if config.eval_only else train(config, task, load_teacher)
 
 
-ALGORITHM = Algorithm(prefill, draw_tokens, token_logprobs, accumulate_gradients, encode_prompts, Completion,
-                      LOGIT_CHUNK, PREFILL_TOKENS)  # what the memory plan runs
+ALGORITHM = Algorithm(encode_prompts, prefill, draw_tokens, next_logits, completion_logprobs, accumulate_gradients,
+                      Completion)  # what the memory plan and the dry run call
 
 if __name__ == "__main__":
     run_command_line(Config, main)

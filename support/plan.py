@@ -1,50 +1,43 @@
 """The memory plan: what a setting takes on a card, before any weights are there.
 
-The model's own code runs forward and backward on tensors without data (torch's FakeTensorMode), and every allocation
-is counted while it lives. To be quick, the model has one decoder layer of each kind and few rows; a layer more, or a
-row more, adds what the two differ by. A test compares the result with the allocations of real runs.
+The algorithm's own functions run on tensors without data (torch's FakeTensorMode), and every allocation is counted
+while it lives. To be quick, the model has one decoder layer of each kind, and one and two rows are measured: memory is
+affine in layers and rows. A test compares the result with the allocations of real runs.
 
 What a CUDA card adds is assumed, not measured: RESERVE and MARGIN.
 """
 
+import collections
 import contextlib
 import copy
 import dataclasses
+import functools
 import itertools
 import math
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
+import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from support import kv_cache
-from geoqa import format_question
+from support import branching, kv_cache, models
 from support.errors import UserError
 from support.hub import hub_folder
-from support.models import (
-    KERNELS,
-    SUPPORTED_MODELS,
-    add_lora,
-    checkpoints_activations,
-    fused_kernels,
-    precision,
-    quiet_libraries,
-    without_kernel,
-)
-from vision_tokens import encode_figures, encode_prompts, vision_token_count
+from support.padding import micro_batches
+from vision_tokens import vision_token_count
 
 GIB = 2**30
 RESERVE, MARGIN = GIB, 0.03  # bytes, and a share, of a card: for CUDA itself, fragments, and what drives a screen
 CARDS = 24, 16, 12  # GiB
 PROMPT_TOKENS = 512  # assumed before the questions are known: 320 of the figure, the rest text
 NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)  # a weight, and its share of the doubly quantised scales
-MOST_TOKENS_PER_MICRO_BATCH = 16384  # so many keep a GPU busy; more would only take memory
 
 
 class Allocations(TorchDispatchMode):
@@ -52,52 +45,47 @@ class Allocations(TorchDispatchMode):
 
     def __enter__(self):
         self.now = self.peak = 0
-        self.living = {}
         return super().__enter__()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        given = {id(tensor.untyped_storage()) for tensor in tree_leaves((args, kwargs)) if torch.is_tensor(tensor)}
-        for tensor in tree_leaves(out):
-            if torch.is_tensor(tensor) and id(tensor.untyped_storage()) not in given:  # a view takes nothing
-                self.count(tensor.untyped_storage())
+        if func is not torch.ops.prim.device.default:  # most calls: autograd asks where each tensor is
+            given, made = ({tensor.untyped_storage() for tensor in tree_leaves(tree) if torch.is_tensor(tensor)}
+                           for tree in ((args, kwargs), out))
+            for storage in made - given:  # a view takes nothing
+                weakref.finalize(storage, self.free, storage.nbytes())
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
         return out
 
-    def count(self, storage):
-        key, size = id(storage), storage.nbytes()
-        if key in self.living and self.living[key]() is storage:
-            return
+    def free(self, size):
+        self.now -= size
 
-        def gone(reference):
-            self.now -= size
-            if self.living.get(key) is reference:
-                del self.living[key]
 
-        self.living[key] = weakref.ref(storage, gone)
-        self.now += size
-        self.peak = max(self.peak, self.now)
+def affine(measure):
+    """`measure(n)` gives bytes by name -> f(name, n) on the line through its results for 1 and 2, made when asked."""
+    measure = functools.cache(measure)
+    return lambda name, n: measure(1)[name] + ((n - 1) * (measure(2)[name] - measure(1)[name]) if n > 1 else 0)
 
 
 @dataclass(frozen=True)
-class Affine:
-    """Bytes = base + each * n, from measurements at n = 1 and 2."""
+class Algorithm:
+    """What the plan and the dry run call of grpo.py: functions, and the class of a row."""
 
-    base: float
-    each: float
-
-    @classmethod
-    def through(cls, one, two):
-        return cls(2 * one - two, two - one)
-
-    def __call__(self, n):
-        return max(0.0, self.base + self.each * n)
+    encode_prompts: Callable
+    prefill: Callable
+    draw_tokens: Callable
+    next_logits: Callable
+    completion_logprobs: Callable
+    accumulate_gradients: Callable
+    completion: Callable
 
 
 # ------------------------------------------------------------------------------------------- The model without data
 
 
 class DequantisedLinear(torch.nn.Module):
-    """Takes what a 4-bit layer takes: its whole weight in the computing type, while it computes."""
+    """Stand-in that allocates what a 4-bit layer does: its whole weight in the computing type, while it computes."""
 
     def __init__(self, linear):
         super().__init__()
@@ -122,32 +110,44 @@ class DequantisedProduct(torch.autograd.Function):
 
 
 class FusedDeltaRule(torch.autograd.Function):
-    """Takes what flash-linear-attention's chunk_gated_delta_rule takes (sizes read in fla/ops/gated_delta_rule/chunk.py
-    of its version 0.6.0), and computes nothing."""
+    """Stand-in that allocates what flash-linear-attention's chunk_gated_delta_rule does, and computes nothing.
+
+    Sizes read in fla/ops/gated_delta_rule/chunk.py of its version 0.6.0.
+    """
 
     @staticmethod
-    def forward(ctx, query, key, value, g, beta, keep_state):
+    def forward(ctx, query, key, value, g, beta, start):
         rows, length, heads, width = value.shape
         normed = query.clone(), key.clone()
         o, *beside = (torch.empty_like(value) for _ in range(4))  # w, u, new values
         a, decay = value.new_empty(rows, length, heads, 64), g.float()
         beside.append(value.new_empty(rows, math.ceil(length / 64), heads, key.shape[-1], width))  # states
-        ctx.save_for_backward(*normed, value, decay, beta, a)
-        state = value.new_empty(rows, heads, key.shape[-1], width, dtype=torch.float32) if keep_state else None
-        return o, state
+        ctx.save_for_backward(*normed, value, decay, beta, start, a)
+        return o, value.new_empty(rows, heads, key.shape[-1], width, dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx, gradient, _):
-        query, key, value, decay, beta, a = ctx.saved_tensors
+    def backward(ctx, gradient, of_state):
+        query, key, value, decay, beta, start, _ = ctx.saved_tensors
         rows, length, heads, width = value.shape
         dv, *beside = (torch.empty_like(value) for _ in range(6))  # w, u, new values, local dv, dw
         beside.append(value.new_empty(2, rows, math.ceil(length / 64), heads, key.shape[-1], width))  # states, theirs
         beside += [value.new_empty(rows, length, heads, key.shape[-1]) for _ in range(3)]  # dq, dk, dk2
-        return query.clone(), key.clone(), dv, decay.clone(), beta.clone(), None
+        dstart = None if start is None else torch.empty_like(start)
+        return query.clone(), key.clone(), dv, decay.clone(), beta.clone(), dstart
 
 
-def fused_delta_rule(query, key, value, g, beta, output_final_state=False, **kwargs):
-    return FusedDeltaRule.apply(query, key, value, g, beta, output_final_state)
+def fused_delta_rule(query, key, value, g, beta, initial_state=None, **options):
+    return FusedDeltaRule.apply(query, key, value, g, beta, initial_state)
+
+
+class Blank:
+    """A prompt without data. A real one would look at its positions for the next."""
+
+    figure = None
+
+    def __init__(self, tokens):
+        self.ids, self.positions = torch.zeros(tokens, dtype=torch.long), torch.zeros(3, tokens, dtype=torch.long)
+        self.next_position = tokens
 
 
 class Skeleton:
@@ -157,8 +157,6 @@ class Skeleton:
     """
 
     def __init__(self, whole, rank, nf4, dtype, checkpointing):
-        from transformers import AutoModelForImageTextToText
-
         all_kinds = list(getattr(whole.text_config, "layer_types", None)
                          or ["full_attention"] * whole.text_config.num_hidden_layers)
         self.kinds = list(dict.fromkeys(all_kinds))
@@ -166,9 +164,10 @@ class Skeleton:
         config = copy.deepcopy(whole)
         config.text_config.num_hidden_layers, config.text_config.layer_types = len(self.kinds), self.kinds
         with torch.device("meta"):
-            base = AutoModelForImageTextToText.from_config(config, dtype=dtype).requires_grad_(False)
-            peft = add_lora(base, "", rank)
-        self.model, self.text, self.dtype = base, base.model.language_model, dtype
+            base = transformers.AutoModelForImageTextToText.from_config(config, dtype=dtype).requires_grad_(False)
+            branching.take_branches(base)
+            peft = models.add_lora(base, "", rank)
+        self.model, self.text = base, base.model.language_model
         self.weigh(nf4)
         if nf4:
             for module in peft.modules():
@@ -181,39 +180,25 @@ class Skeleton:
             for parameter in peft.parameters():
                 if parameter.requires_grad:
                     parameter.grad = torch.empty_like(parameter)  # gradients are counted with the weights
+            self.policy = SimpleNamespace(base=base, device=torch.device("cpu"),
+                                          forbidden_ids=torch.zeros(5, dtype=torch.long))
 
     def weigh(self, nf4):
-        """Sets `weights`, bytes of the whole model by group, and `adapter_size`, the adapter's number of weights."""
-        groups = dict.fromkeys(("vision tower", "embedding and head", "language model, 4-bit",
-                                "language model, not 4-bit"), 0)
-        self.adapter_size = 0
+        """Sets the whole model's bytes: `weights` by group, and `adapter`."""
+        self.weights = collections.Counter()
         for name, parameter in self.model.named_parameters():  # tied ones once
             layer = name.partition("language_model.layers.")[2].partition(".")[0]
-            size = parameter.numel() * (self.counts[int(layer)] if layer else 1)
-            if parameter.requires_grad:
-                self.adapter_size += size
-            elif ".visual." in name:
-                groups["vision tower"] += size * parameter.itemsize
-            elif "embed_tokens" in name or "lm_head" in name:
-                groups["embedding and head"] += size * parameter.itemsize
-            elif nf4 and ".base_layer." in name:
-                groups["language model, 4-bit"] += size * NF4_BYTES
-            else:
-                groups["language model, not 4-bit"] += size * parameter.itemsize
-        self.weights = {name: size for name, size in groups.items() if size}
+            group = ("adapter" if parameter.requires_grad else "vision tower" if ".visual." in name else
+                     "embedding and head" if "embed_tokens" in name or "lm_head" in name else
+                     "language model, 4-bit" if nf4 and ".base_layer." in name else "language model, not 4-bit")
+            self.weights[group] += (parameter.numel() * (self.counts[int(layer)] if layer else 1)
+                                    * (NF4_BYTES if group.endswith(", 4-bit") else parameter.itemsize))
+        self.adapter = self.weights.pop("adapter")
 
-    def forward(self, rows, width, cached=0, **inputs):
-        """The language model on `rows` rows of `width` new tokens behind `cached` old ones -> last hidden states."""
-        mask = torch.ones(rows, 1, width, cached + width, dtype=torch.bool) if "cache" in inputs else None
-        if mask is not None and "linear_attention" in self.kinds:
-            mask = {"full_attention": mask, "linear_attention": None if width == 1 else mask[:, 0, 0]}
-        return self.text(inputs_embeds=self.text.embed_tokens(torch.zeros(rows, width, dtype=torch.long)),
-                         attention_mask=mask, position_ids=torch.zeros(3, rows, width, dtype=torch.long),
-                         **inputs).last_hidden_state
-
-    def whole_model(self, each):
-        """Bytes of each kind of layer -> those of all layers."""
-        return sum(count * size for count, size in zip(self.counts, each))
+    def whole_model(self, each, kinds=None):
+        """Bytes of a layer of each kind -> those of all layers, or of those of some kinds."""
+        return sum(count * size for kind, count, size in zip(self.kinds, self.counts, each)
+                   if kinds is None or kind in kinds)
 
 
 def give_storage(model):
@@ -229,87 +214,85 @@ def give_storage(model):
 
 
 @contextlib.contextmanager
-def delta_rule(skeleton, fused):
-    """Puts the torch reference of the gated delta rule, or the sizes of the fused one, into the model's code.
+def token_mixers(skeleton, fused):
+    """Puts the torch reference of the gated delta rule, or the stand-in of the fused one, into the model's code.
 
-    No kernel that is installed may run: on tensors without data it fails.
+    No kernel that is installed may run: on tensors without data it fails. Nor can causal_lower_right, which on CUDA
+    allocates nothing.
     """
-    module = sys.modules[type(skeleton.text).__module__]
-    installed = {name: getattr(module, name) for name in KERNELS if hasattr(module, name)}
-    for name, function in installed.items():
-        setattr(module, name, fused_delta_rule if fused and "chunk" in name else without_kernel(name, function))
+    module, mask = sys.modules[type(skeleton.text).__module__], branching.causal_lower_right
+    found = {name: getattr(module, name) for name in models.KERNELS if hasattr(module, name)}
+    for name, function in found.items():
+        stands_in = fused and name == "torch_chunk_gated_delta_rule"
+        setattr(module, name, models.token_mixer(name, fused_delta_rule if stands_in else function, stands_in))
+    branching.causal_lower_right = lambda *size: None
     try:
         yield
     finally:
-        for name, function in installed.items():
+        branching.causal_lower_right = mask
+        for name, function in found.items():
             setattr(module, name, function)
 
 
 # ----------------------------------------------------------------------------------------------------- The phases
 
 
-# Rows this short stand for longer ones, which the reference's loop over chunks of 64 tokens would make slow.
-SHORT = 256
+def longest_rows(algorithm, prompt, count, max_tokens):
+    """`count` completions of full length beside one prompt, as the learner takes them."""
+    zeros = torch.zeros(max_tokens)
+    return [algorithm.completion(prompt, zeros.long(), zeros, zeros, zeros == 0, finished=False,
+                                 reference_logprobs=zeros) for _ in range(count)]
 
 
-def learning(skeleton, rows, width):
-    """Forward and backward over `rows` rows of `width` tokens -> bytes: inputs kept by the layers, the rest's peak."""
-    scale, entered = max(1, width / SHORT), []  # bytes at the start of each layer and of the last norm
-    with skeleton.mode, Allocations() as memory:
-        hooks = [module.register_forward_pre_hook(lambda *_: entered.append(memory.now)) for module in
-                 (*skeleton.text.layers, skeleton.text.norm)]
-        skeleton.model.train()
-        hidden = skeleton.forward(rows, min(width, SHORT), use_cache=False)
-        kept = [after - before for before, after in itertools.pairwise(entered)]
-        memory.peak = memory.now
-        hidden.backward(torch.zeros_like(hidden))
-        for hook in hooks:
-            hook.remove()
-    return {"kept": skeleton.whole_model(kept) * scale, "layers": (memory.peak - sum(kept)) * scale}
+def sampling_moments(algorithm, policy, prompts, max_tokens):
+    """Goes through the moments of sampling that take most, and yields the cache after each.
 
-
-def head(program, skeleton, tokens):
-    """Log-probabilities of `tokens` tokens and their gradient -> bytes, one chunk's logits among them."""
-    with skeleton.mode, Allocations() as memory:
-        output = skeleton.model.get_output_embeddings()
-        hidden = torch.zeros(1, tokens, output.in_features, dtype=skeleton.dtype, requires_grad=True)
-        states = (hidden * 1).reshape(tokens, -1)
-        chunks = zip(states.split(program.LOGIT_CHUNK),
-                     torch.zeros(tokens, dtype=torch.long).split(program.LOGIT_CHUNK))
-        logprobs = torch.cat([checkpoint(program.token_logprobs, output, some, targets,
-                                         torch.zeros(4, dtype=torch.long), 1.0, use_reentrant=False)
-                              for some, targets in chunks])
-        logprobs.sum().backward()
-    return memory.peak
+    They are prefill, a draw, and a token for which the full buffers of the cache grow a last time.
+    """
+    cache, logits, visible, position = algorithm.prefill(policy, prompts, max_tokens)
+    yield cache
+    token, *_ = algorithm.draw_tokens(logits, policy.forbidden_ids, 1.0, 1.0, logits.new_zeros(len(logits)).float())
+    yield cache
+    earlier = max(0, max_tokens - 2) // kv_cache.BLOCK * kv_cache.BLOCK
+    kv_cache.extend(cache, earlier)
+    seen = visible.shape[1] - max_tokens + earlier + 1
+    algorithm.next_logits(policy, cache, token, visible[:, :seen], position + earlier)
+    yield cache
 
 
 @torch.no_grad()
-def sampling(program, skeleton, rows, prompt, completion):
-    """`rows` prompts, one completion each -> bytes: prefill beside its cache, caches, a decoded token beside them."""
-    from transformers import DynamicCache
+def sampling(algorithm, skeleton, fused, prompt, max_tokens, rows):
+    """A completion for each of `rows` prompts -> bytes of the caches, and beside them the peaks of each moment."""
+    with token_mixers(skeleton, fused), skeleton.mode, Allocations() as memory:
+        skeleton.model.eval()
+        sizes, beside = [], []
+        for cache in sampling_moments(algorithm, skeleton.policy, [Blank(prompt) for _ in range(rows)], max_tokens):
+            sizes.append(cache_bytes(cache))
+            beside.append(memory.peak - sum(sizes[-1]))
+            memory.peak = memory.now
+    recurrent = skeleton.whole_model(sizes[-1], ["linear_attention"])
+    return {"prompt cache": skeleton.whole_model(sizes[0]), "recurrent": recurrent,
+            "attention": skeleton.whole_model(sizes[-1]) - recurrent,
+            **dict(zip(("prefill", "logits", "layer"), beside))}
 
-    output, short = skeleton.model.eval().get_output_embeddings(), min(prompt, SHORT)
-    with skeleton.mode, Allocations() as memory:
-        cache = DynamicCache(config=skeleton.model.config)
-        logits = output(skeleton.forward(rows, short, cache=cache, use_cache=True)[:, -1:])[:, -1]
-        prefill = (memory.peak - sum(cache_bytes(cache))) * prompt / short
-        cache = kv_cache.join_caches([cache])
-        kv_cache.extend(cache, prompt - short)
-        prefilled = cache_bytes(cache)
-        # Buffers grow once more for the last block of tokens.
-        grown = kv_cache.BLOCK * ((completion - 1) // kv_cache.BLOCK)
-        kv_cache.extend(cache, grown)
-        beside = memory.now - sum(cache_bytes(cache))
-        memory.peak = memory.now
-        program.draw_tokens(logits, torch.zeros(4, dtype=torch.long), 1.0, 1.0)
-        drawn, memory.peak = memory.peak - sum(cache_bytes(cache)), memory.now
-        output(skeleton.forward(rows, 1, prompt + grown, cache=cache, use_cache=True))
-    full = cache_bytes(cache)
-    recurrent = [size if kind == "linear_attention" else 0 for kind, size in zip(skeleton.kinds, full)]
-    return {"prefill": prefill, "prompt cache": skeleton.whole_model(prefilled),
-            "recurrent": skeleton.whole_model(recurrent),
-            "attention": skeleton.whole_model(full) - skeleton.whole_model(recurrent),
-            "logits": drawn - beside, "layer": memory.peak - beside - sum(full)}
+
+class FirstPass(Exception):
+    """Ends prefill when its first forward pass begins."""
+
+
+def prompts_at_once(algorithm, skeleton, prompt, most):
+    """How many of `most` prompts prefill runs at a time."""
+    def look(_, __, inputs):
+        raise FirstPass(len(inputs["input_ids"]))
+
+    hook = skeleton.model.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        with skeleton.mode:
+            algorithm.prefill(skeleton.policy, [Blank(prompt) for _ in range(most)], 1)
+    except FirstPass as first:
+        return first.args[0]
+    finally:
+        hook.remove()
 
 
 def cache_bytes(cache):
@@ -322,6 +305,35 @@ def cache_bytes(cache):
     return [sum(t.untyped_storage().nbytes() for t in tensors(layer) if t is not None) for layer in cache.layers]
 
 
+def learning(algorithm, skeleton, fused, prompt, max_tokens, count):
+    """`count` completions of a prompt forward and backward -> bytes that layers keep, and beside them the peaks of the
+    output head, from the last norm until that has its gradient, and of a layer."""
+    entered, peaks = [], []  # bytes at the start of each layer and of the last norm
+
+    def take_peak(*_):
+        peaks.append(memory.peak)
+        memory.peak = memory.now
+
+    def enter_head(_, inputs):
+        take_peak()
+        inputs[0].register_hook(take_peak)
+
+    with token_mixers(skeleton, fused), skeleton.mode, Allocations() as memory:
+        skeleton.model.train()
+        hooks = [module.register_forward_pre_hook(lambda *_: entered.append(memory.now))
+                 for module in (*skeleton.text.layers, skeleton.text.norm)]
+        hooks.append(skeleton.text.norm.register_forward_pre_hook(enter_head))
+        rows = longest_rows(algorithm, Blank(prompt), count, max_tokens)
+        logprobs = algorithm.completion_logprobs(skeleton.policy, rows, 1.0)
+        kept = [after - before for before, after in itertools.pairwise(entered)]
+        logprobs.sum().backward()
+        take_peak()
+        for hook in hooks:
+            hook.remove()
+    _, head, layers = (peak - sum(kept) for peak in peaks)
+    return {"kept": skeleton.whole_model(kept), "head": head, "layers": layers}
+
+
 def room_of(card):
     """Bytes of a card that tensors of ours may take."""
     return card * (1 - MARGIN) - RESERVE
@@ -330,87 +342,80 @@ def room_of(card):
 class Plan:
     """The bytes of each phase as functions of the rows at once, for one path of the gated delta rule."""
 
-    def __init__(self, program, skeleton, config, prompt, fused=False):
+    def __init__(self, algorithm, skeleton, config, prompt, fused=False):
         """`prompt`: tokens of the longest prompt; `fused`: with flash-linear-attention."""
-        self.config, self.fused, self.width = config, fused, prompt + config.max_tokens
-        with delta_rule(skeleton, fused):
-            learned = [learning(skeleton, rows, self.width) for rows in (1, 2)]
-            sampled = [sampling(program, skeleton, rows, prompt, config.max_tokens) for rows in (1, 2)]
-        self.learned = {name: Affine.through(*(rows[name] for rows in learned)) for name in learned[0]}
-        self.sampled = {name: Affine.through(*(rows[name] for rows in sampled)) for name in sampled[0]}
-        self.logit_chunk = program.LOGIT_CHUNK
-        self.head_chunks = Affine.through(*(head(program, skeleton, n * self.logit_chunk) for n in (1, 2)))
-        self.weights = dict(skeleton.weights)
-        self.adapter = 4 * skeleton.adapter_size
+        self.algorithm, self.skeleton, self.config, self.prompt, self.fused = algorithm, skeleton, config, prompt, fused
+        self.weights, self.adapter = dict(skeleton.weights), skeleton.adapter
         self.optimizer = 0 if config.eval_only else 2 * self.adapter
-        self.prefill_at_once = max(1, program.PREFILL_TOKENS // prompt)
+        parts = algorithm, skeleton, fused, prompt, config.max_tokens
+        self.learned, self.sampled = (affine(functools.partial(phase, *parts)) for phase in (learning, sampling))
+        self.prefill_at_once = prompts_at_once(algorithm, skeleton, prompt, self.most_rows_asked)
+
+    @property
+    def most_rows_asked(self):
+        return max(self.config.batch_size * self.config.group_size, self.config.eval_batch_size)
 
     @property
     def fixed(self):
         """What is there in every phase."""
         return sum(self.weights.values()) + self.adapter + self.optimizer
 
-    def prefill(self, rows, group_size):
-        prompts = math.ceil(rows / group_size)
-        return (self.sampled["prefill"](min(prompts, self.prefill_at_once))
-                + self.sampled["prompt cache"](prompts))
+    def prefill(self, prompts):
+        return self.sampled("prefill", min(prompts, self.prefill_at_once)) + self.sampled("prompt cache", prompts)
 
     def decoding(self, rows):
-        return (self.sampled["attention"](rows) + self.sampled["recurrent"](rows)
-                + max(self.sampled["logits"](rows), self.sampled["layer"](rows)))
+        return (self.sampled("attention", rows) + self.sampled("recurrent", rows)
+                + max(self.sampled("logits", rows), self.sampled("layer", rows)))
 
     def sampling_peak(self, rows, group_size):
-        return self.fixed + max(self.prefill(rows, group_size), self.decoding(rows))
+        return self.fixed + max(self.prefill(math.ceil(rows / group_size)), self.decoding(rows))
 
-    def learning_rows(self, tokens):
-        return max(1, tokens // self.width)
-
-    def head(self, rows):
-        """Bytes of the output head at its peak, for completions of full length."""
-        return self.head_chunks(rows * self.config.max_tokens / self.logit_chunk)
+    def completions_in(self, tokens):
+        """The most completions of full length that the learner takes at once with this budget."""
+        rows = longest_rows(self.algorithm, Blank(self.prompt), self.config.group_size, self.config.max_tokens)
+        return max(map(len, micro_batches(rows, tokens)))
 
     def learning_peak(self, tokens):
-        rows = self.learning_rows(tokens)
-        return (self.fixed + self.adapter + self.learned["kept"](rows)  # adapter: its gradient
-                + max(self.head(rows), self.learned["layers"](rows)))
+        count = self.completions_in(tokens)
+        return (self.fixed + self.adapter + self.learned("kept", count)  # adapter: its gradient
+                + max(self.learned("head", count), self.learned("layers", count)))
 
-    def most_rows(self, rows, group_size, room):
+    def most_rows(self, rows, room):
         """The most rows up to `rows` that can be drawn at once in `room` bytes; at least 1."""
-        fitting = (n for n in range(rows, 1, -1) if self.sampling_peak(n, group_size) <= room)
+        fitting = (n for n in range(rows, 1, -1) if self.sampling_peak(n, 1) <= room)
         return next(fitting, 1)
 
     def most_tokens(self, room):
-        """The largest micro-batch in `room` bytes, in tokens; at least one row."""
-        rows = (n for n in range(MOST_TOKENS_PER_MICRO_BATCH // self.width, 1, -1)
-                if self.learning_peak(n * self.width) <= room)
-        return next(rows, 1) * self.width
+        """The micro-batch for the most completions of one group that `room` bytes hold, in tokens; at least for one."""
+        budgets = [self.prompt + n * self.config.max_tokens for n in range(self.config.group_size, 0, -1)]
+        return next((tokens for tokens in budgets if self.learning_peak(tokens) <= room), budgets[-1])
 
     def choose(self, card):
         """-> (the config with what it leaves open set for a card of `card` bytes, the peak of each phase)."""
         config, room = self.config, room_of(card)
-        rows = config.batch_size * config.group_size
-        at_once = config.rollouts_at_once or self.most_rows(max(rows, config.eval_batch_size), 1, room)
-        tokens = config.tokens_per_micro_batch or self.most_tokens(room)
+        at_once = config.rollouts_at_once or self.most_rows(self.most_rows_asked, room)
+        tokens = config.tokens_per_micro_batch or (0 if config.eval_only else self.most_tokens(room))
         peaks = {} if config.eval_only else {
-            "sampling": self.sampling_peak(min(rows, at_once), config.group_size),
+            "sampling": self.sampling_peak(min(config.batch_size * config.group_size, at_once), config.group_size),
             "learning": self.learning_peak(tokens)}
         if config.evaluate:
             peaks["evaluation"] = self.sampling_peak(min(config.eval_batch_size, at_once), 1)
         return dataclasses.replace(config, rollouts_at_once=at_once, tokens_per_micro_batch=tokens), peaks
 
-    def shorter(self, max_tokens):
-        """The plan of completions of at most `max_tokens` tokens: what a row takes goes with its length."""
-        other, prompt = copy.copy(self), self.width - self.config.max_tokens
-        other.config, other.width = dataclasses.replace(self.config, max_tokens=max_tokens), prompt + max_tokens
-        other.learned, other.sampled = ({
-            name: f if name in ("recurrent", "logits", "layer", "prefill", "prompt cache")
-            else Affine(f.base, f.each * other.width / self.width) for name, f in of.items()}
-            for of in (self.learned, self.sampled))
-        return other
+    def one_row(self, max_tokens):
+        """The peak with one completion at a time, of at most `max_tokens` tokens."""
+        config = dataclasses.replace(self.config, max_tokens=max_tokens)
+        plan = Plan(self.algorithm, self.skeleton, config, self.prompt, self.fused)
+        return max(plan.sampling_peak(1, 1), 0 if config.eval_only else plan.learning_peak(1))
 
-    def fits(self, room):
-        """Whether one row at a time fits into `room` bytes."""
-        return max(self.sampling_peak(1, 1), 0 if self.config.eval_only else self.learning_peak(1)) <= room
+    def shorter(self, room):
+        """The flag for the most tokens, in steps of 64, with which one completion at a time fits into `room` bytes."""
+        tokens, least = self.config.max_tokens, self.one_row(64)
+        peak = self.one_row(tokens)
+        while peak > room >= least and tokens > 64:  # peaks are nearly affine in tokens
+            tokens = int(64 + (tokens - 64) * (room - least) / (peak - least)) // 64 * 64
+            peak = self.one_row(tokens)
+        return f"--max-tokens {tokens}" if peak <= room else "a smaller --base-model"
 
     def advice(self, card):
         """The flag that lowers the highest peak most, or "" where everything fits."""
@@ -420,32 +425,29 @@ class Plan:
             return ""
         if self.fixed > room:
             return "a smaller --base-model" if chosen.quantization != "none" else "--quantization nf4"
-        lengths = range(self.config.max_tokens // 64 * 64, 0, -64)
-        fitting = next((length for length in lengths if self.shorter(length).fits(room)), None)
-        shorter = f"--max-tokens {fitting}" if fitting else "a smaller --base-model"
-        if phase == "learning":
-            if chosen.activation_checkpointing == "off":
-                return "--activation-checkpointing on"
-            return shorter if self.learning_rows(chosen.tokens_per_micro_batch) == 1 else (
-                f"--tokens-per-micro-batch {self.most_tokens(room)}")
-        fitting = self.most_rows(chosen.rollouts_at_once, 1, room)
-        return shorter if fitting == 1 else f"--rollouts-at-once {fitting}"
+        if phase == "learning" and chosen.activation_checkpointing == "off":
+            return "--activation-checkpointing on"
+        if phase == "learning" and self.completions_in(chosen.tokens_per_micro_batch) > 1:
+            return f"--tokens-per-micro-batch {self.most_tokens(room)}"
+        if phase != "learning" and (rows := self.most_rows(chosen.rollouts_at_once, room)) > 1:
+            return f"--rollouts-at-once {rows}"
+        return self.shorter(room)
 
 
-def make_plans(program, config, whole, prompt=PROMPT_TOKENS, fused=(False, True)):
+def make_plans(algorithm, config, whole, prompt=PROMPT_TOKENS, fused=(False, True)):
     """-> [Plan], without and with flash-linear-attention, which is nothing to a model without gated delta rule.
 
-    `program` is the module grpo, whose functions are run; `whole` the configuration of the model.
+    `whole` is the configuration of the model.
     """
     device_type = "cpu" if config.device == "cpu" else "cuda"
-    dtype, nf4 = precision(config.quantization, device_type)
+    dtype, nf4 = models.precision(config.quantization, device_type)
     skeleton = Skeleton(whole, config.lora_rank, nf4, dtype,
-                        checkpoints_activations(config.activation_checkpointing, device_type))
-    if config.teacher_model:
-        teacher = Skeleton(model_config(config.teacher_model)[0], config.lora_rank, nf4, dtype, False)
+                        models.checkpoints_activations(config.activation_checkpointing, device_type))
+    if name := getattr(config, "teacher_model", ""):
+        teacher = Skeleton(model_config(name)[0], config.lora_rank, nf4, dtype, False)
         skeleton.weights["teacher"] = sum(teacher.weights.values())
     fused = fused if "linear_attention" in skeleton.kinds else (False,)
-    return [Plan(program, skeleton, config, prompt, way) for way in fused]
+    return [Plan(algorithm, skeleton, config, prompt, way) for way in fused]
 
 
 # ---------------------------------------------------------------------------------------------------- What is shown
@@ -454,15 +456,15 @@ def make_plans(program, config, whole, prompt=PROMPT_TOKENS, fused=(False, True)
 PATHS = {False: "torch reference", True: "flash-linear-attention"}
 
 
-def plan_text(program, config):
-    """What `--plan` prints. `program` is the module grpo. Raises UserError for a run on the CPU."""
+def plan_text(algorithm, config):
+    """What `--plan` prints. Raises UserError for a run on the CPU."""
     if config.device == "cpu":
         raise UserError("--plan is about a GPU's memory: give --device cuda, whether there is one here or not")
-    quiet_libraries(torch.device("cpu"))
+    models.quiet_libraries(torch.device("cpu"))
     if config.eval_only:  # a question has one completion there
         config = dataclasses.replace(config, batch_size=config.eval_batch_size, group_size=1)
-    whole, source = model_config(config.base_model, config.model_revision)
-    plans = make_plans(program, config, whole)
+    whole, source = model_config(config.base_model)
+    plans = make_plans(algorithm, config, whole)
     card = card_bytes()
     columns = [plan_rows(plan, card) for plan in plans]
     lines = [f"memory plan of {config.base_model} ({source}): {config.batch_size} questions x {config.group_size} "
@@ -483,24 +485,24 @@ def plan_rows(plan, card):
     """Name -> text of each line of one column."""
     config, peaks = plan.choose(card)
     rows = min(config.batch_size * config.group_size, config.rollouts_at_once)
-    learned = plan.learning_rows(config.tokens_per_micro_batch)
     sizes = {f"base: {name}": size for name, size in plan.weights.items()} | {
         "adapter": plan.adapter, "AdamW's two moments": plan.optimizer,
-        "sampling: keys and values": plan.sampled["attention"](rows),
-        "sampling: recurrent states": plan.sampled["recurrent"](rows),
-        "sampling: logits of a token": plan.sampled["logits"](rows),
-        "prefill, before that": plan.prefill(rows, config.group_size),
-        "learning: gradient": plan.adapter, "learning: kept for the backward pass": plan.learned["kept"](learned),
-        "learning: the largest layer": plan.learned["layers"](learned),
-        "learning: a chunk of logits": plan.head(learned)}
+        "sampling: keys and values": plan.sampled("attention", rows),
+        "sampling: recurrent states": plan.sampled("recurrent", rows),
+        "sampling: logits of a token": plan.sampled("logits", rows),
+        "prefill, before that": plan.prefill(math.ceil(rows / config.group_size))}
+    text = {"completions drawn at once": str(rows)}
+    if not config.eval_only:
+        count = plan.completions_in(config.tokens_per_micro_batch)
+        text["tokens (completions) in a micro-batch"] = f"{config.tokens_per_micro_batch:,} ({count})"
+        sizes |= {"learning: gradient": plan.adapter,
+                  "learning: kept for the backward pass": plan.learned("kept", count),
+                  "learning: the largest layer": plan.learned("layers", count),
+                  "learning: a chunk of logits": plan.learned("head", count)}
     sizes |= {f"peak of {phase}": peak for phase, peak in peaks.items()}
-    text = {"completions drawn at once": rows, "tokens (completions) in a micro-batch":
-            f"{config.tokens_per_micro_batch:,} ({learned})"} | {
-        name: f"{size / GIB:.2f}" for name, size in sizes.items()}
-    if config.eval_only:
-        text = {name: value for name, value in text.items() if "learning" not in name and "micro-batch" not in name}
     total = max(peaks.values()) + RESERVE
-    return text | {f"total with {RESERVE / GIB:.0f} for CUDA itself": f"{total / GIB:.2f} of {card / GIB:.0f}"}
+    return text | {name: f"{size / GIB:.2f}" for name, size in sizes.items()} | {
+        f"total with {RESERVE / GIB:.0f} for CUDA itself": f"{total / GIB:.2f} of {card / GIB:.0f}"}
 
 
 def card_line(plan, card):
@@ -509,7 +511,12 @@ def card_line(plan, card):
     if advice := plan.advice(card):
         return f"{card / GIB:5.0f} GiB  does not fit; what helps most: {advice}"
     return (f"{card / GIB:5.0f} GiB  fits: {(max(peaks.values()) + RESERVE) / GIB:.1f} GiB; a run on it chooses "
-            f"--rollouts-at-once {config.rollouts_at_once} --tokens-per-micro-batch {config.tokens_per_micro_batch}")
+            f"{chosen_flags(config)}")
+
+
+def chosen_flags(config):
+    tokens = f" --tokens-per-micro-batch {config.tokens_per_micro_batch}"
+    return f"--rollouts-at-once {config.rollouts_at_once}" + tokens * (not config.eval_only)
 
 
 def card_bytes(device=None):
@@ -517,19 +524,17 @@ def card_bytes(device=None):
     return torch.cuda.get_device_properties(device).total_memory if torch.cuda.is_available() else CARDS[0] * GIB
 
 
-def model_config(name, revision=""):
+def model_config(name):
     """-> (the model's configuration, where it is from): a folder, the hub, or for the default model a table here."""
-    from transformers import AutoConfig, Qwen3_5Config
-
     try:
-        folder, _ = hub_folder(name, "model", revision, ["config.json"])
-        whole = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        folder, _ = hub_folder(name, "model", ["config.json"])
+        whole = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (UserError, OSError, ValueError) as error:
         if name != DEFAULT_MODEL:
             raise UserError(f"the memory plan needs config.json of {name}: {error}") from error
-        return Qwen3_5Config(**copy.deepcopy(QWEN3_5_4B)), "sizes built in, the hub is out of reach"
-    if whole.model_type not in SUPPORTED_MODELS:
-        raise UserError(f"{name} is a {whole.model_type} model; supported are {', '.join(SUPPORTED_MODELS)}")
+        return transformers.Qwen3_5Config(**copy.deepcopy(QWEN3_5_4B)), "sizes built in, the hub is out of reach"
+    if whole.model_type not in models.SUPPORTED_MODELS:
+        raise UserError(f"{name} is a {whole.model_type} model; supported are {', '.join(models.SUPPORTED_MODELS)}")
     return whole, "its config.json"
 
 
@@ -560,71 +565,60 @@ def memory_phase(name, flag):
         raise UserError(f"out of GPU memory in {name}: lower {flag} (--plan shows what each phase takes)") from error
 
 
-def fit_memory(program, policy, questions, config):
-    """Sets in `config` what it leaves to the plan, says what will be taken, and tries the worst case once.
+def fit_memory(algorithm, policy, task, questions, config):
+    """Says what will be taken, tries the worst case once -> the config with what it leaves to the plan set.
 
-    `program` is the module grpo, `questions` those that will be asked. Raises UserError where memory runs out.
+    `questions` are those that will be asked. Raises UserError where memory runs out.
     """
-    count, group_size = config.batch_size, config.group_size
-    if config.eval_only:
-        count, group_size = min(config.eval_batch_size, len(questions)), 1
-    prompts = encode_prompts(policy.tokenizer, policy.image_processor, longest_questions(
-        policy, questions, count, config.max_image_tokens), config.max_image_tokens).to(policy.device)
-    card = card_bytes(policy.device)
-    plan, = make_plans(program, config, policy.base.config, prompts.input_ids.shape[1],
-                       (fused_kernels(policy.base, config.fused_kernels),))
+    count, device, asked = config.batch_size, policy.device, config
+    if config.eval_only:  # a question has one completion there
+        count, asked = min(config.eval_batch_size, len(questions)), dataclasses.replace(config, group_size=1)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)  # what loading took is no part of it
+    with memory_phase("the vision tower", "--max-image-tokens"):
+        prompts = algorithm.encode_prompts(policy, longest_questions(policy, task, questions, count, config), task,
+                                           config.max_image_tokens)
+    plan, = make_plans(algorithm, asked, policy.base.config, max(len(prompt.ids) for prompt in prompts),
+                       (models.fused_kernels(policy.base, config.fused_kernels),))
+    card = card_bytes(device)
     chosen, peaks = plan.choose(card)
-    config.rollouts_at_once, config.tokens_per_micro_batch = chosen.rollouts_at_once, chosen.tokens_per_micro_batch
-    tqdm.write(f"memory plan: --rollouts-at-once {config.rollouts_at_once} --tokens-per-micro-batch "
-               f"{config.tokens_per_micro_batch}, GiB of {card / GIB:.1f}: "
+    tqdm.write(f"memory plan: {chosen_flags(chosen)}, GiB of {card / GIB:.1f}: "
                + ", ".join(f"{phase} {peak / GIB:.1f}" for phase, peak in peaks.items()))
     try:
-        dry_run(program, policy, prompts, group_size, config)
+        dry_run(algorithm, policy, prompts, chosen)
     except UserError as error:
         raise UserError(f"{error}; by the memory plan, what helps most is "
                         f"{plan.advice(card) or 'a little less of that'}") from error
+    return dataclasses.replace(config, rollouts_at_once=chosen.rollouts_at_once,
+                               tokens_per_micro_batch=chosen.tokens_per_micro_batch)
 
 
-def longest_questions(policy, questions, count, max_image_tokens):
+def longest_questions(policy, task, questions, count, config):
     """The `count` questions with the longest prompts: characters of the text, tokens of the figure. Few ones repeat."""
-    lengths = [len(format_question(question)) + vision_token_count(policy.image_processor, question.image,
-                                                                   max_image_tokens) for question in questions]
+    lengths = [len(task.prompt(question)) + (0 if question.image is None else vision_token_count(
+        policy.image_processor, question.image, config.max_image_tokens)) for question in questions]
     order = sorted(range(len(questions)), key=lengths.__getitem__, reverse=True)
     return [questions[i] for i in itertools.islice(itertools.cycle(order), count)]
 
 
-def dry_run(program, policy, prompts, group_size, config):
+def dry_run(algorithm, policy, prompts, config):
     """The largest wave with its cache full, and the largest micro-batch, once: what cannot fit stops before step 1."""
-    rows, device = torch.arange(len(prompts.ids) * group_size, device=policy.device), policy.device
-    width = prompts.input_ids.shape[1] + config.max_tokens
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)  # what loading took is no part of it
     moments = [] if config.eval_only else [  # AdamW's, not there before step 1
         torch.zeros_like(p) for p in policy.parameters() for _ in range(2)]
     with memory_phase("sampling, in a dry run of the worst case", "--rollouts-at-once"), torch.no_grad():
-        encode_figures(policy.base.eval(), prompts)
-        which, prompt_of_row = (rows[:config.rollouts_at_once or None] // group_size).unique(return_inverse=True)
-        cache, logits = program.prefill(policy, prompts, which)
-        cache.reorder_cache(prompt_of_row)
-        logits = logits[prompt_of_row]
-        program.draw_tokens(logits, policy.forbidden_ids, 1.0, 1.0)
-        kv_cache.extend(cache, config.max_tokens - 1)
-        policy.base(input_ids=torch.zeros_like(prompt_of_row)[:, None], cache=cache, use_cache=True, logits_to_keep=1,
-                    attention_mask=torch.ones(len(logits), 1, 1, width, dtype=torch.bool, device=device),
-                    position_ids=torch.zeros(3, len(logits), 1, dtype=torch.long, device=device))
-        del cache, logits
-    if not config.eval_only:
-        shape = len(rows), config.max_tokens
-        zeros = torch.zeros(shape, device=device)
-        rollouts = program.Rollouts(zeros.long(), zeros, zeros, torch.full_like(rows, config.max_tokens),
-                                    torch.zeros_like(rows, dtype=torch.bool), config.temperature)
-        longest, most = prompts.attention_mask.sum(-1).argmax(), max(1, config.tokens_per_micro_batch // width)
-        micro = (longest * group_size).repeat(min(most, len(rows)))  # as many of the longest rows as come together
-        program.accumulate_gradients(policy, prompts, rollouts, zeros, micro, config, zeros)
-        for parameter in policy.parameters():
-            parameter.grad = None
+        policy.base.eval()
+        wave = [prompt for prompt in prompts for _ in range(config.group_size)][:config.rollouts_at_once]
+        for _ in sampling_moments(algorithm, policy, wave, config.max_tokens):
+            pass
+    with memory_phase("learning, in a dry run of the worst case", "--tokens-per-micro-batch"):
+        if not config.eval_only:
+            longest = max(prompts, key=lambda prompt: len(prompt.ids))
+            rows = longest_rows(algorithm, longest, config.group_size, config.max_tokens)
+            algorithm.accumulate_gradients(policy, micro_batches(rows, config.tokens_per_micro_batch)[:1], config)
+            for parameter in policy.parameters():
+                parameter.grad = None
     del moments
-    if device.type == "cuda":
-        tqdm.write(f"dry run of the worst case: {torch.cuda.max_memory_allocated(device) / GIB:.1f} GiB at most")
+    if policy.device.type == "cuda":
+        tqdm.write(f"dry run of the worst case: {torch.cuda.max_memory_allocated(policy.device) / GIB:.1f} GiB at most")
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.reset_peak_memory_stats(policy.device)

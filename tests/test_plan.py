@@ -1,5 +1,6 @@
 """The memory plan against the allocations of real runs, in float32 on the CPU, and what it chooses and says."""
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -9,14 +10,13 @@ import time
 import bitsandbytes as bnb
 import pytest
 import torch
-from batches import prompts_of, questions
+from batches import grouped, naive_logprobs, prompts_of, questions
 from conftest import FAMILIES
 from torch.profiler import ProfilerActivity, profile
 
 import grpo
-from support import models
-from support import plan
-from support import command_line
+from recipes import distill
+from support import command_line, models, plan
 from support.errors import UserError
 
 GIB = 2**30
@@ -34,9 +34,9 @@ def allocated_at_most(run):
     return peak
 
 
-def plan_of(policy, prompt, fused=(False,), **flags):
-    config = grpo.Config(device="cpu", lora_rank=4, **flags)
-    return plan.make_plans(grpo, config, policy.base.config, prompt, fused)[0]
+def plan_of(policy, prompt, config_class=grpo.Config, **flags):
+    config = config_class(device="cpu", lora_rank=4, **flags)
+    return plan.make_plans(grpo.ALGORITHM, config, policy.base.config, prompt, (False,))[0]
 
 
 @pytest.fixture(scope="module")
@@ -52,25 +52,26 @@ def mid_size(tmp_path_factory):
 def check_phases(policy, max_tokens, **flags):
     """The plan is within 15 % of what prefill, decoding and learning allocate."""
     policy.stop_ids = torch.tensor([-1])  # every completion takes its full length: the worst case
-    one, three = (prompts_of(policy, questions()[1:2] * count) for count in (1, 3))
-    for prompts in (one, three):
-        grpo.encode_figures(policy.base, prompts)
-    planned = plan_of(policy, one.input_ids.shape[1], max_tokens=max_tokens, **flags)
-    caches, rollouts = [], []
+    prompts = prompts_of(policy, questions()[1:2] * 3)
+    prompt = len(prompts[0].ids)
+    planned = plan_of(policy, prompt, max_tokens=max_tokens, group_size=20, **flags)
+    caches, rows = [], []
     with torch.no_grad():
-        allocated = allocated_at_most(lambda: caches.append(grpo.prefill(policy, three, torch.arange(3))))
-    assert allocated == pytest.approx(planned.prefill(3, 1), rel=0.15)
-    allocated = allocated_at_most(lambda: rollouts.append(grpo.sample(policy, one, 20, max_tokens)))
-    assert allocated == pytest.approx(planned.decoding(20), rel=0.15) and planned.prefill(20, 20) < allocated
-    rollouts[0].lengths[1] -= 1  # padding, without which attention needs no mask
+        allocated = allocated_at_most(lambda: caches.append(grpo.prefill(policy, prompts, max_tokens)))
+    assert allocated == pytest.approx(planned.prefill(3), rel=0.15)
+    allocated = allocated_at_most(lambda: rows.extend(grpo.sample(policy, grouped(prompts[:1], 20), max_tokens)))
+    assert allocated == pytest.approx(planned.decoding(20), rel=0.15) and planned.prefill(1) < allocated
+    for row in rows:
+        row.advantage = 1.0
+    first = rows[1]  # a shorter one beside the others, as the kernels get them
+    for name in ("tokens", "logprobs", "entropies", "trained"):
+        setattr(first, name, getattr(first, name)[:-1])
     for parameter in policy.parameters():
         parameter.grad = torch.zeros_like(parameter)  # counted with the adapter
-    for rows in (4, 20):
-        allocated = allocated_at_most(lambda: grpo.accumulate_gradients(
-            policy, one, rollouts[0], torch.ones_like(rollouts[0].logprobs), torch.arange(rows),
-            grpo.Config(tokens_per_micro_batch=10**6)))
-        expected = planned.learning_peak(rows * planned.width) - planned.fixed - planned.adapter
-        assert allocated == pytest.approx(expected, rel=0.15), rows
+    for count in (1, 4, 20):
+        allocated = allocated_at_most(lambda: grpo.accumulate_gradients(policy, [rows[:count]], grpo.Config()))
+        expected = planned.learning_peak(prompt + count * max_tokens) - planned.fixed - planned.adapter
+        assert allocated == pytest.approx(expected, rel=0.15), count
 
 
 @pytest.mark.parametrize("family, checkpointing", [
@@ -89,7 +90,7 @@ def test_plan_of_a_mid_size_model(mid_size):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_and_adapter_are_counted_exactly(load, family):
     policy = load(family)
-    planned = plan_of(policy, 64, max_tokens=8)
+    planned = plan_of(policy, 64, max_tokens=8, eval_only=True)
     base = sum(p.nbytes for name, p in policy.base.named_parameters() if "lora_" not in name)
     assert sum(planned.weights.values()) == base
     assert planned.adapter == sum(p.nbytes for p in policy.parameters())
@@ -100,14 +101,15 @@ def test_the_plan_of_an_evaluation_is_of_no_training(load, monkeypatch):
     monkeypatch.setattr(plan, "model_config", lambda *_: (policy.base.config, "a test"))
     make_plans = plan.make_plans
     monkeypatch.setattr(plan, "make_plans", lambda *args: made.extend(make_plans(*args)) or made)
-    text = plan.plan_text(grpo, grpo.Config(device="cuda", lora_rank=4, max_tokens=8, eval_only=True, eval_batch_size=3,
-                                            group_size=0))
+    text = plan.plan_text(grpo.ALGORITHM, grpo.Config(device="cuda", lora_rank=4, max_tokens=8, eval_only=True,
+                                                      eval_batch_size=3, group_size=0))
     assert "learning" not in text and "3 questions x 1 completions" in text and "peak of evaluation" in text
     assert all(planned.optimizer == 0 for planned in made)
 
 
 def test_a_teacher_is_counted(load, folders):
-    planned = plan_of(load("qwen3_vl"), 64, max_tokens=8, advantage="opd", teacher_model=str(folders("qwen3_5")))
+    planned = plan_of(load("qwen3_vl"), 64, distill.DistillConfig, max_tokens=8, eval_only=True,
+                      teacher_model=str(folders("qwen3_5")))
     teacher = load("qwen3_5").base
     assert planned.weights["teacher"] == sum(p.nbytes for name, p in teacher.named_parameters() if "lora_" not in name)
 
@@ -115,7 +117,7 @@ def test_a_teacher_is_counted(load, folders):
 def test_nf4_weights_are_counted(mid_size):
     """Real NF4 weights and their scales; the plan's share of a scale is exact but for blocks that are not full."""
     policy = mid_size(quantization="nf4")
-    planned = plan_of(policy, 64, max_tokens=8, quantization="nf4")
+    planned = plan_of(policy, 64, max_tokens=8, quantization="nf4", eval_only=True)
     four_bit = [module.weight for module in policy.base.modules() if isinstance(module, bnb.nn.Linear4bit)]
     state = [weight.quant_state for weight in four_bit]
     stored = sum(w.nbytes + s.absmax.nbytes + s.state2.absmax.nbytes for w, s in zip(four_bit, state))
@@ -124,10 +126,12 @@ def test_nf4_weights_are_counted(mid_size):
 
 @pytest.fixture(scope="module")
 def article():
-    """The plans of the article's setting, and the CPU seconds that they took."""
+    """The plans of the article's setting, with all that is printed of them, and the CPU seconds that they took."""
     started = time.process_time()
-    whole = plan.model_config(plan.DEFAULT_MODEL)[0]
-    return plan.make_plans(grpo, grpo.Config(), whole), time.process_time() - started
+    plans = plan.make_plans(grpo.ALGORITHM, grpo.Config(), plan.model_config(plan.DEFAULT_MODEL)[0])
+    for planned in plans:
+        planned.choose(24 * GIB)
+    return plans, time.process_time() - started
 
 
 def test_the_default_model_is_that_of_the_notes(article):
@@ -136,9 +140,19 @@ def test_the_default_model_is_that_of_the_notes(article):
     assert torch_reference.adapter / 4 == pytest.approx(60.9e6, rel=0.01)
     assert sum(torch_reference.weights.values()) == pytest.approx(3.9e9, rel=0.05)
     for planned in article[0]:
-        assert planned.sampled["recurrent"](64) == pytest.approx(3.2e9, rel=0.05)
-        assert planned.sampled["attention"](64) == pytest.approx(64 * 1536 * 32 * 1024, rel=0.02)
+        assert planned.sampled("recurrent", 64) == pytest.approx(3.2e9, rel=0.05)
+        assert planned.sampled("attention", 64) == pytest.approx(64 * 1536 * 32 * 1024, rel=0.02)
     assert fused.learning_peak(15000) < torch_reference.learning_peak(15000)
+
+
+GROUP = 512 + 8 * 1024  # tokens of a whole group of the article's setting, its prompt counted once
+
+
+def test_learning_holds_the_completions_of_one_prompt(article):
+    planned = article[0][0]
+    assert planned.learning_peak(16384) == planned.learning_peak(GROUP) < 14.8 * GIB, "as planned before branching"
+    assert planned.learning_peak(GROUP - 1) == planned.learning_peak(512 + 7 * 1024) < planned.learning_peak(GROUP)
+    assert planned.learning_peak(1) == planned.learning_peak(512 + 1024)
 
 
 def test_the_default_setting_fits_24_gib(article):
@@ -146,16 +160,16 @@ def test_the_default_setting_fits_24_gib(article):
         chosen, peaks = planned.choose(24 * GIB)
         assert planned.advice(24 * GIB) == "" and max(peaks.values()) < plan.room_of(24 * GIB)
         assert list(peaks) == ["sampling", "learning", "evaluation"]
-        assert chosen.rollouts_at_once == 64 and chosen.tokens_per_micro_batch >= 4 * planned.width
+        assert chosen.rollouts_at_once == 64 and chosen.tokens_per_micro_batch == GROUP
 
 
 def test_the_peak_of_a_phase_has_all_that_is_there_at_once(article):
     planned = article[0][0]
     few = planned.sampling_peak(8, 1) - planned.fixed
-    assert few >= planned.prefill(8, 1) > planned.decoding(8), "prefill is the highest moment of few rows"
-    assert planned.sampling_peak(64, 8) - planned.fixed >= planned.decoding(64) > planned.prefill(64, 8)
-    learned = planned.learning_peak(4 * planned.width) - planned.fixed
-    assert learned >= planned.adapter + planned.learned["kept"](4) + planned.learned["layers"](4), "gradient too"
+    assert few >= planned.prefill(8) > planned.decoding(8), "prefill is the highest moment of few rows"
+    assert planned.sampling_peak(64, 8) - planned.fixed >= planned.decoding(64) > planned.prefill(8)
+    learned = planned.learning_peak(512 + 4 * 1024) - planned.fixed
+    assert learned >= planned.adapter + planned.learned("kept", 4) + planned.learned("layers", 4), "gradient too"
 
 
 def test_smaller_cards_get_smaller_waves_and_micro_batches(article):
@@ -163,7 +177,8 @@ def test_smaller_cards_get_smaller_waves_and_micro_batches(article):
     choices = [planned.choose(size * GIB)[0] for size in (24, 12, 10, 8)]
     rows, tokens = [c.rollouts_at_once for c in choices], [c.tokens_per_micro_batch for c in choices]
     assert rows == sorted(rows, reverse=True) and rows[-1] < 64
-    assert tokens == sorted(tokens, reverse=True) and tokens[-1] < tokens[0]
+    assert tokens == sorted(tokens, reverse=True) and tokens[-1] < tokens[0] == GROUP
+    assert all((count - 512) % 1024 == 0 for count in tokens), "whole completions"
     for size, choice in zip((12, 10, 8), choices[1:]):
         assert max(planned.choose(size * GIB)[1].values()) <= plan.room_of(size * GIB)
         more = dataclasses.replace(choice, rollouts_at_once=choice.rollouts_at_once + 1)
@@ -177,12 +192,11 @@ def test_smaller_cards_get_smaller_waves_and_micro_batches(article):
     (8, {"quantization": "none"}, "--quantization nf4"), (5, {}, "a smaller --base-model"),
     (24, {"activation_checkpointing": "off", "tokens_per_micro_batch": 40000}, "--activation-checkpointing on")])
 def test_what_does_not_fit_names_the_flag(article, card, flags, advice):
-    planned = article[0][0]
-    other = object.__new__(plan.Plan)
-    other.__dict__.update(planned.__dict__, config=dataclasses.replace(planned.config, batch_size=50, **flags))
+    planned = copy.copy(article[0][0])
+    planned.config = dataclasses.replace(planned.config, batch_size=50, group_size=50, **flags)
     if flags.get("quantization") == "none":
-        other.weights = {"language model": 9.1e9}
-    assert other.advice(card * GIB).startswith(advice)
+        planned.weights = {"language model": 9.1e9}
+    assert planned.advice(card * GIB).startswith(advice)
 
 
 def test_the_plan_of_the_command_line(monkeypatch, capsys, article):
@@ -215,7 +229,8 @@ def test_planning_runs_no_kernel_that_is_installed(load, monkeypatch):
             raise RuntimeError("no data")
 
         monkeypatch.setattr(qwen, name, kernel)
-    plan.make_plans(grpo, grpo.Config(device="cpu", lora_rank=4, max_tokens=8), policy.base.config, 64, (False, True))
+    config = grpo.Config(device="cpu", lora_rank=4, max_tokens=8)
+    plan.make_plans(grpo.ALGORITHM, config, policy.base.config, 64, (False, True))
     assert all(hasattr(getattr(qwen, name), "__wrapped__") for name in models.KERNELS), "not put back"
 
 
@@ -224,8 +239,8 @@ def test_advice_to_shorten_fits(article):
     planned = article[0][0]
     flag, length = planned.advice(6.6 * GIB).split()
     assert flag == "--max-tokens"
-    again, = plan.make_plans(grpo, grpo.Config(max_tokens=int(length)), plan.model_config(plan.DEFAULT_MODEL)[0],
-                             fused=(False,))
+    again, = plan.make_plans(grpo.ALGORITHM, grpo.Config(max_tokens=int(length)),
+                             plan.model_config(plan.DEFAULT_MODEL)[0], fused=(False,))
     assert again.advice(6.6 * GIB) == ""
 
 
@@ -242,49 +257,70 @@ def test_a_model_without_config_is_one_error(tmp_path):
 # In a real run
 
 
+def shapes_of(policy, monkeypatch, batch, config, card=100 * GIB, algorithm=grpo.ALGORITHM):
+    """Runs fit_memory on a card of `card` bytes -> (its config, shapes of what the language model was given)."""
+    shapes = []
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, "card_bytes", lambda device: card)
+        hook = policy.base.model.language_model.register_forward_pre_hook(
+            lambda module, args, inputs: shapes.append(tuple(inputs["inputs_embeds"].shape[:2])), with_kwargs=True)
+        try:
+            chosen = plan.fit_memory(algorithm, policy, grpo.GEOQA, batch, config)
+        finally:
+            hook.remove()
+    return chosen, shapes
+
+
+def longest_prompt(policy, batch):
+    return max(len(prompt.ids) for prompt in prompts_of(policy, batch))
+
+
 def test_choice_and_dry_run_before_the_first_step(load, monkeypatch, capsys):
     """What happens on CUDA, here on the CPU: longest prompts, what is left open chosen, the worst case tried."""
     policy = load(adapter=True)
-    batch = questions() + questions(1)
+    batch = questions() + questions(1) + questions(2, sizes=(None,))
     config = grpo.Config(device="cpu", lora_rank=4, batch_size=2, group_size=3, max_tokens=150)
-    monkeypatch.setattr(plan, "card_bytes", lambda device: plan.RESERVE + 2**25)
     monkeypatch.setattr(grpo, "PREFILL_TOKENS", 200)
-    widths, rows = [], []
-    policy.base.model.language_model.register_forward_pre_hook(
-        lambda module, args, inputs: widths.append(inputs["inputs_embeds"].shape[:2]), with_kwargs=True)
-    accumulate = grpo.accumulate_gradients
-    monkeypatch.setattr(grpo, "accumulate_gradients", lambda *args: rows.append(len(args[4])) or accumulate(*args))
-    plan.fit_memory(grpo, policy, batch, config)
-    longest = max(prompts_of(policy, batch).attention_mask.sum(1).tolist())
-    assert config.rollouts_at_once >= 1 and config.tokens_per_micro_batch >= longest + 150
-    assert max(width for _, width in widths) == longest + 150 and (min(6, config.rollouts_at_once), 1) in widths
-    assert rows == [max(1, min(6, config.tokens_per_micro_batch // (longest + 150)))]
+    chosen, shapes = shapes_of(policy, monkeypatch, batch, config, plan.RESERVE + 2**25)
+    longest = longest_prompt(policy, batch)
+    count = (chosen.tokens_per_micro_batch - longest) // 150
+    assert 1 <= chosen.rollouts_at_once and 1 <= count <= 3 and chosen.tokens_per_micro_batch == longest + count * 150
+    assert shapes == [(1, longest)] * (1 + (chosen.rollouts_at_once > 3)) + [
+        (min(6, chosen.rollouts_at_once), 1), (1, longest + count * 150)]
     assert all(p.grad is None for p in policy.parameters())
     assert "memory plan: --rollouts-at-once" in capsys.readouterr().out
+    assert config == grpo.Config(device="cpu", lora_rank=4, batch_size=2, group_size=3, max_tokens=150), "changed"
     given = dataclasses.replace(config, rollouts_at_once=2, tokens_per_micro_batch=77)
-    plan.fit_memory(grpo, policy, batch, given)
-    assert (given.rollouts_at_once, given.tokens_per_micro_batch) == (2, 77)
+    assert shapes_of(policy, monkeypatch, batch, given) == (
+        given, [(1, longest), (2, 1), (1, longest + 150)])
+
+
+def test_a_card_with_less_room_gets_a_part_of_a_group(load, monkeypatch):
+    policy, batch = load(), questions()
+    config = grpo.Config(device="cpu", lora_rank=4, batch_size=2, group_size=6, max_tokens=50)
+    longest = longest_prompt(policy, batch)
+    chosen, shapes = shapes_of(policy, monkeypatch, batch, config)
+    assert chosen.tokens_per_micro_batch == longest + 6 * 50 and shapes[-1] == (1, longest + 6 * 50)
+    planned = plan_of(policy, longest, batch_size=2, group_size=6, max_tokens=50)
+    card = (planned.learning_peak(longest + 4 * 50) + plan.RESERVE) / (1 - plan.MARGIN) + 1
+    chosen, shapes = shapes_of(policy, monkeypatch, batch, config, card)
+    assert chosen.tokens_per_micro_batch == longest + 4 * 50 and shapes[-1] == (1, longest + 4 * 50)
 
 
 def dry_run_sizes(policy, monkeypatch, batch, **flags):
-    """Runs fit_memory -> shapes of the language model's inputs (rows, new tokens): those of decoding, and the last."""
-    shapes = []
-    with monkeypatch.context() as patch:
-        patch.setattr(plan, "card_bytes", lambda device: 100 * GIB)
-        hook = policy.base.model.language_model.register_forward_pre_hook(
-            lambda module, args, inputs: shapes.append(tuple(inputs["inputs_embeds"].shape[:2])), with_kwargs=True)
-        plan.fit_memory(grpo, policy, batch, grpo.Config(device="cpu", lora_rank=4, max_tokens=20, **flags))
-        hook.remove()
+    """-> shapes of the language model's inputs in a dry run (rows, new tokens): those of decoding, and the last."""
+    config = grpo.Config(device="cpu", lora_rank=4, max_tokens=20, **flags)
+    shapes = shapes_of(policy, monkeypatch, batch, config)[1]
     return [shape for shape in shapes if shape[1] == 1], shapes[-1]
 
 
 def test_the_dry_run_takes_what_a_step_takes(load, monkeypatch):
     policy, batch = load(), questions()
-    longest = max(prompts_of(policy, batch).attention_mask.sum(1).tolist())
+    longest = longest_prompt(policy, batch)
     # Five questions of three: a step repeats two. A KL term has base log-probabilities.
     assert dry_run_sizes(policy, monkeypatch, batch, batch_size=5, group_size=2, kl_coef=0.1) == (
-        [(10, 1)], (10, longest + 20))
-    # One row fits into a micro-batch: it is the longest.
+        [(10, 1)], (1, longest + 2 * 20))
+    # One row fits into a micro-batch: it is beside the longest prompt.
     assert dry_run_sizes(policy, monkeypatch, batch, batch_size=3, group_size=2, tokens_per_micro_batch=10) == (
         [(6, 1)], (1, longest + 20))
 
@@ -296,48 +332,38 @@ def test_the_dry_run_of_an_evaluation_has_its_size(load, monkeypatch):
         assert decoded == [(rows, 1)] and last == (rows, 1), "it learned"
 
 
-@pytest.mark.parametrize("place, phase, flag", [("prefill", "sampling", "--rollouts-at-once"),
-                                                ("micro_batches", "learning", "--tokens-per-micro-batch")])
-def test_a_dry_run_that_does_not_fit_stops_with_advice(load, monkeypatch, place, phase, flag):
-    def no_memory(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+def no_memory(*_, **__):
+    raise torch.OutOfMemoryError("CUDA out of memory")
 
+
+@pytest.mark.parametrize("place, phase, flag", [
+    ("encode_prompts", "the vision tower", "--max-image-tokens"), ("next_logits", "sampling", "--rollouts-at-once"),
+    ("accumulate_gradients", "learning", "--tokens-per-micro-batch")])
+def test_a_dry_run_that_does_not_fit_stops_with_advice(load, place, phase, flag):
     policy = load()
-    monkeypatch.setattr(grpo, place, no_memory)
+    failing = dataclasses.replace(grpo.ALGORITHM, **{place: lambda first, *rest, **named: (
+        no_memory if first is policy else getattr(grpo, place))(first, *rest, **named)})  # not on the plan's skeleton
     config = grpo.Config(device="cpu", lora_rank=4, batch_size=2, group_size=3, max_tokens=20)
-    with pytest.raises(UserError, match=f"out of GPU memory in {phase}.*{flag}.*helps most"):
-        plan.fit_memory(grpo, policy, questions(), config)
+    with pytest.raises(UserError, match=f"out of GPU memory in {phase}.*{flag}") as error:
+        plan.fit_memory(failing, policy, grpo.GEOQA, questions(), config)
+    assert place == "encode_prompts" or "helps most" in str(error.value)
 
 
 @pytest.mark.parametrize("place, flag", [("prefill", "--rollouts-at-once"),
                                          ("completion_logprobs", "--tokens-per-micro-batch")])
 def test_running_out_of_memory_names_phase_and_flag(load, monkeypatch, place, flag):
-    def no_memory(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
     policy = load()
-    prompts = prompts_of(policy, questions())
-    rollouts = grpo.sample(policy, prompts, 2, 4)
+    prompts = grouped(prompts_of(policy, questions()[:1]), 2)
+    rows = grpo.sample(policy, prompts, 4)
     monkeypatch.setattr(grpo, place, no_memory)
     with pytest.raises(UserError, match=f"lower {flag}"):
         if place == "prefill":
-            grpo.sample(policy, prompts, 2, 4)
+            grpo.sample(policy, prompts, 4)
         else:
-            grpo.accumulate_gradients(policy, prompts, rollouts, rollouts.logprobs, torch.arange(6), grpo.Config())
+            grpo.accumulate_gradients(policy, [rows], grpo.Config())
 
 
 # The learner's own memory
-
-
-def naive_logprobs(policy, prompts, rollouts):
-    """Whole logits of a whole forward pass: one row, no chunks, nothing made again."""
-    completion = rollouts.tokens[0, :rollouts.lengths[0]]
-    logits = policy.base(
-        input_ids=torch.cat([prompts.input_ids[0], completion])[None], pixel_values=prompts.pixel_values,
-        image_grid_thw=prompts.image_grid_thw, mm_token_type_ids=torch.nn.functional.pad(
-            prompts.mm_token_type_ids, (0, len(completion))), use_cache=False).logits[0, -len(completion) - 1:-1]
-    logits = logits.index_fill(-1, policy.forbidden_ids, -torch.inf)
-    return logits.log_softmax(-1).gather(1, completion[:, None])[:, 0]
 
 
 @pytest.mark.slow
@@ -350,20 +376,18 @@ def test_learner_memory_does_not_grow_with_length_times_vocabulary(tmp_path, mon
         family, ids, 248320, hidden, layers))
     tiny.make_policy_folder(tmp_path, hidden=256, layers=2)
     policy = grpo.load_policy(grpo.Config(base_model=str(tmp_path), device="cpu", lora_rank=4))
-    prompts = prompts_of(policy, questions()[:1])
-    grpo.encode_figures(policy.base, prompts)
+    prompt, = prompts_of(policy, questions()[:1])
 
-    def rollouts(rows, length):
-        tokens = torch.randint(0, 200, (rows, length), generator=torch.Generator().manual_seed(0))
-        return grpo.Rollouts(tokens, torch.zeros(rows, length), torch.zeros(rows, length),
-                             torch.full((rows,), length), torch.zeros(rows, dtype=torch.bool), 1.0)
+    def rows(count, length):
+        tokens = torch.randint(0, 200, (count, length), generator=torch.Generator().manual_seed(0))
+        return [grpo.Completion(prompt, own, torch.zeros(length), torch.zeros(length), torch.ones(length) > 0, False)
+                for own in tokens]
 
     torch.set_num_threads(min(2, os.cpu_count()))
-    long = rollouts(4, 1024)
-    assert allocated_at_most(lambda: grpo.completion_logprobs(policy, prompts, long, range(4)).sum().backward()) < 1e9
-    short, gradients = rollouts(1, 256), []
-    for find in (lambda: grpo.completion_logprobs(policy, prompts, short, [0]),
-                 lambda: naive_logprobs(policy, prompts, short)):
+    long = rows(4, 1024)
+    assert allocated_at_most(lambda: grpo.completion_logprobs(policy, long, 1.0).sum().backward()) < 1e9
+    short, gradients = rows(1, 256), []
+    for find in (lambda: grpo.completion_logprobs(policy, short, 1.0), lambda: naive_logprobs(policy, short[0])):
         for parameter in policy.parameters():
             parameter.grad = None
         find().sum().backward()
