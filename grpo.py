@@ -51,7 +51,7 @@ from support.kv_cache import join_caches
 from support.metrics import batch_metrics, update_metrics
 from support.models import (add_lora, check_context, checkpoints_activations, image_ids, kernels_line, load_base,
                             pick_device, stop_ids)
-from support.order import Order, uniform_numbers
+from support.order import Order, require_questions, uniform_numbers
 from support.padding import left_padded, micro_batches, rectangle
 from support.plan import Algorithm, fit_memory, memory_phase, plan_text
 from support.run_settings import RunSettings, flag
@@ -224,7 +224,6 @@ def sample(policy, prompts, max_tokens, temperature=1.0, top_p=1.0, uniforms=Non
     None: fresh ones. For evaluation: temperature 0 decodes greedily (logprobs are then those at 1); top_p < 1 draws
     from the nucleus, but reports logprobs of the full softmax. UserError where a row exceeds the model's context.
     """
-    policy.base.eval()
     device, n = policy.device, len(prompts)
     cache, logits, visible, position = prefill(policy, prompts, max_tokens)
     uniforms = (torch.rand(n, max_tokens) if uniforms is None else uniforms).to(device)
@@ -255,15 +254,15 @@ def prefill(policy, prompts, max_tokens):
     """Runs each distinct prompt through the model, a few at a time -> the cache of all rows (n), and for each row its
     first token's logits (n, V), the columns that it may see (n, P + max_tokens), its first token's position (n,).
     """
-    distinct = list(dict.fromkeys(prompts))
+    base, distinct = policy.base.eval(), list(dict.fromkeys(prompts))
     ids, visible, positions = left_padded(distinct, policy.device)
     check_context(policy.base, ids.shape[1], max_tokens)
     parts, at_once = [], max(1, PREFILL_TOKENS // ids.shape[1])
     for i in range(0, len(distinct), at_once):
         few = slice(i, i + at_once)
-        outputs = policy.base(input_ids=ids[few], attention_mask=visible[few].long(), position_ids=positions[:, few],
-                              cache=DynamicCache(config=policy.base.config), use_cache=True, logits_to_keep=1,
-                              **figure_inputs([prompt.figure for prompt in distinct[few]]))
+        outputs = base(input_ids=ids[few], attention_mask=visible[few].long(), position_ids=positions[:, few],
+                       cache=DynamicCache(config=base.config), use_cache=True, logits_to_keep=1,
+                       **figure_inputs([prompt.figure for prompt in distinct[few]]))
         parts.append((outputs.cache, outputs.logits[:, -1]))
     cache, logits = join_caches([cache for cache, _ in parts]), torch.cat([logits for _, logits in parts])
     index = torch.tensor([distinct.index(prompt) for prompt in prompts], device=policy.device)
@@ -323,9 +322,7 @@ def draw(logprobs, temperature, top_p, uniforms):
 @torch.no_grad()
 def generate(policy, prompts, max_tokens, temperature=1.0, top_p=1.0, uniforms=None):
     """What `sample` does, by transformers' `generate`: a cross-check, slower, since each row prefills its prompt.
-
-    Draws come from torch's random state, not from `uniforms`; log-probabilities come from one pass of the learner.
-    """
+    Draws come from torch's random state, not from `uniforms`; log-probabilities come from one pass of the learner."""
     ids, visible, positions = left_padded(prompts, policy.device)
     check_context(policy.base, ids.shape[1], max_tokens)
     drawing = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
@@ -420,8 +417,7 @@ def accumulate_gradients(policy, micros, config):
     """Adds the gradient of the reduced loss over all rows of the micro-batches to the adapter's.
 
     -> (loss, log-probabilities [(T,)] in the order of `micros`, losses.clip_counts or None). Denominators are fixed
-    first, so the way rows are cut into micro-batches changes nothing.
-    """
+    first, so the way rows are cut into micro-batches changes nothing."""
     policy.base.train()  # activation checkpointing works in training mode only; nothing here has dropout
     rows = [row for micro in micros for row in micro]
     reduction = LOSS_REDUCTIONS[reduction_of(config.loss_fn, config.loss_reduction)]  # (4)
@@ -443,9 +439,8 @@ def update(policy, optimizer, rows, config):
     """Learns from the rows that train, an optimiser step a minibatch. Gives metrics.
 
     A minibatch is a union of whole micro-batches, which are cut once. dlogp = |logp - old_logp| is taken at the first
-    step, where the learner is still the sampling policy. Loss, gradients and log-probabilities are checked before the
-    optimiser is touched: NonFinite is raised, or with `--on-nonfinite skip` the minibatch left out and counted.
-    """
+    step, where the learner is still the sampling policy. Numbers that are not finite raise NonFinite before the
+    optimiser is touched; `--on-nonfinite skip` leaves the minibatch out and counts it."""
     steps, nonfinite, dlogp = [], 0, None
     micros = micro_batches(rows, config.tokens_per_micro_batch)
     for _ in range(config.updates_per_rollout if micros else 0):  # (2)
@@ -600,9 +595,9 @@ def prepare(config, task, load_teacher=None):
     config = checked_config(config, task.rewards)
     pick_device(config.device)
     path = free_run_path(config)
-    questions = {} if config.eval_only else {"train": task.load(config, "train")}
+    questions = {} if config.eval_only else {"train": require_questions(task.load(config, "train"), "train")}
     if config.evaluate:
-        questions["eval"] = task.load(config, config.eval_split)
+        questions["eval"] = require_questions(task.load(config, config.eval_split), config.eval_split)
     policy = load_policy(config)
     teacher = load_teacher(policy, config) if load_teacher else None
     config = dataclasses.replace(config, lora_rank=policy.model.peft_config["default"].r)  # an --adapter brings its own

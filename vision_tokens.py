@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from PIL import Image, ImageOps
 
-from support.errors import UserError
+from support.errors import UserError, describe
 
 IMAGE_TOKEN = "<|image_pad|>"  # the same string in the Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 families
 PATCHES_AT_ONCE = 16384  # of figures that go through the vision tower together
@@ -110,8 +111,11 @@ def template_ids(tokenizer, with_figure=True):
         raise UserError(f"the tokenizer of {tokenizer.name_or_path} has no chat template: take an instruction-tuned "
                         "model")
     content = [{"type": "text", "text": TEXT_SLOT}] + [{"type": "image"}] * with_figure
-    rendered = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False,
-                                             add_generation_prompt=True, enable_thinking=False)
+    try:
+        rendered = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False,
+                                                 add_generation_prompt=True, enable_thinking=False)
+    except TemplateError as error:
+        raise UserError(f"the chat template of {tokenizer.name_or_path} fails: {describe(error)}") from error
     head, _, tail = rendered.partition(TEXT_SLOT)
     if rendered.count(TEXT_SLOT) != 1 or tail.count(IMAGE_TOKEN) != with_figure or IMAGE_TOKEN in head:
         raise UserError(f"the chat template of {tokenizer.name_or_path} does not place one text followed by one "

@@ -6,6 +6,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from support.errors import UserError
+
+
+def require_questions(questions, split):
+    """Gives the questions. Raises UserError where there are none."""
+    if not len(questions):
+        raise UserError(f"the task gives no {split} questions")
+    return questions
+
 
 @dataclass
 class Order:
