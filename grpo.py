@@ -501,8 +501,7 @@ def answer(policy, asked, config, task):
 
 def draw_batch(policy, order, config, task):
     """-> Batch. Dynamic sampling (DAPO, section 3.2) asks for more questions until `batch_size` groups have unequal
-    rewards, or MOST_CANDIDATES times as many were drawn.
-    """
+    rewards, or MOST_CANDIDATES times as many were drawn."""
     weights, missing = reward_weights(config.reward, task.rewards), config.batch_size
     batch, left = Batch([], config.group_size), missing * (MOST_CANDIDATES if config.dynamic_sampling else 1)
     while missing and left:
@@ -531,7 +530,8 @@ def set_advantages(batch, config):
 def training_rows(batch, config):
     """The rows of groups with an advantage other than 0 (5), or of all with a KL term; with --mask-truncated, uncut."""
     groups = [list(rows) for _, rows in itertools.groupby(batch.rows, key=lambda row: row.prompt)]
-    groups = [rows for rows in groups if config.kl_coef or any(torch.as_tensor(r.advantage).any() for r in rows)]
+    groups = [rows for rows in groups if config.kl_coef or any(
+        torch.where(row.trained, row.advantage, 0.0).any() for row in rows)]
     return [row for rows in groups for row in rows if row.length and (row.finished or not config.mask_truncated)]
 
 

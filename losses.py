@@ -96,7 +96,8 @@ def micro_batch_loss(rows, logprobs, config):
     mask, old = (rectangle(rows, name, logprobs.device) for name in ("trained", "logprobs"))
     advantages = pad_sequence([row.advantage + torch.zeros(len(row.tokens)) for row in rows], batch_first=True)
     advantages = advantages.to(logprobs.device)
-    logprobs, old = (x.masked_fill(~mask, 0.0) for x in (logprobs, old))  # a tool's token may have any, even -inf
+    # What a tool wrote may have any numbers, even -inf.
+    logprobs, old, advantages = (x.masked_fill(~mask, 0.0) for x in (logprobs, old, advantages))
     loss, bites = token_losses(config.loss_fn, logprobs, old, advantages, mask, low=config.clip_low,
                                high=config.clip_high)
     if config.kl_coef:  # (3) k3 estimate of KL(policy || base)

@@ -76,7 +76,8 @@ def extract_choice(text, lenient=False):
 def read_choice(text, question):
     """A completion's text and its question -> Reading: both readings of the option that it chose."""
     choice, lenient = extract_choice(text), extract_choice(text, lenient=True)
-    return Reading(choice, choice == question.label, lenient, lenient == question.label)
+    return Reading(choice, choice is not None and choice == question.label, lenient,
+                   lenient is not None and lenient == question.label)
 
 
 def reward_completion(completion, rewards, weights):

@@ -41,7 +41,7 @@ def functions(node, name=""):
 
 def test_lengths():
     assert lines("grpo.py") <= 640 and sum(map(lines, CORE)) <= 1150 and lines("losses.py") <= 200
-    assert sum(lines(path) for path in SOURCE) <= 3900
+    assert sum(lines(path) for path in SOURCE) <= 4300
     assert {path.name for path in SOURCE if path.parent == ROOT} == TOP
 
 
