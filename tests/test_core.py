@@ -5,7 +5,6 @@ Then the draws, model.generate as a sampler, questions without a figure, 4-bit, 
 
 import copy
 import dataclasses
-import functools
 import inspect
 import types
 import weakref
@@ -84,8 +83,11 @@ def test_dropped_rows_do_not_disturb_the_others(shared, monkeypatch, check_every
     prompts = prompts_of(policy, questions())
     full = grpo.sample(policy, prompts, 24, temperature=0)
     policy.stop_ids = full[0].tokens[12:13]
-    stopped = grpo.sample(policy, prompts, 24, temperature=0)
+    decoded = []
+    with changed_inputs(policy.base, lambda inputs: decoded.append(len(inputs["input_ids"]))):
+        stopped = grpo.sample(policy, prompts, 24, temperature=0)
     assert len(stopped[0].tokens) <= 13 and stopped[0].finished
+    assert decoded[1] == 3 > decoded[-1] or len(decoded) < 24, "no row was dropped"
     for row, endless in zip(stopped, full):
         assert torch.equal(row.tokens, endless.tokens[:len(row.tokens)])
 

@@ -10,7 +10,7 @@ from batches import (adapter_gradient, gradient, grouped, learned_logprobs, move
                      prompts_of, questions, relative, set_advantages, two_turns, uneven_rows)
 
 import grpo
-from losses import LOSS_FNS, LOSS_REDUCTIONS, Loss, clip_counts, clip_metrics, micro_batch_loss, token_losses
+from losses import LOSS_FNS, LOSS_REDUCTIONS, Loss, clip_counts, clip_metrics, token_losses
 from support.errors import UserError
 from support.metrics import batch_metrics
 from support.order import Order
@@ -199,7 +199,8 @@ def reduced(policy, rows, reduction, max_tokens):
 @pytest.mark.parametrize("reduction", LOSS_REDUCTIONS)
 def test_denominators_count_tokens_that_train(turns, reduction):
     policy, rows = turns
-    optimizer, config = torch.optim.SGD(policy.parameters(), lr=0.0), grpo.Config(loss_reduction=reduction, max_tokens=50)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    config = grpo.Config(loss_reduction=reduction, max_tokens=50)
     loss = grpo.update(policy, optimizer, rows, config)["trainer/loss_mean"]
     assert loss == pytest.approx(reduced(policy, rows, reduction, 50), rel=1e-5)
 
@@ -430,7 +431,7 @@ def test_what_untrained_tokens_hold_changes_nothing(turns, name, kl_coef):
 def test_a_group_without_advantages_that_train_is_skipped(turns):
     policy, rows = turns
     rows = [dataclasses.replace(row, advantage=torch.where(row.trained, 0.0, 3.0)) for row in rows[:2]] + rows[2:]
-    assert grpo.training_rows(grpo.Batch(rows, 2), grpo.Config()) == rows[2:], "the first group has advantages on untrained tokens alone"
+    assert grpo.training_rows(grpo.Batch(rows, 2), grpo.Config()) == rows[2:]
 
 
 # Whole steps
@@ -471,7 +472,8 @@ def test_dynamic_sampling_asks_for_what_is_missing(shared, informative, asked, t
     order = Asked([dataclasses.replace(question, id=f"q{i}") for i, question in enumerate(questions() * 3)], 0)
     config = grpo.Config(batch_size=2, group_size=4, max_tokens=6, dynamic_sampling=True)
     metrics, batch = step(shared(layers=2), rewarding(informative), config, order)
-    assert order.asked == asked and [question.id for question in batch.questions] == [f"q{i}" for i in range(sum(asked))]
+    assert order.asked == asked
+    assert [question.id for question in batch.questions] == [f"q{i}" for i in range(sum(asked))]
     assert metrics["rollout/waves"] == len(asked) and metrics["rollout/questions"] == sum(asked) == len(batch.questions)
     assert metrics["train_datums"] == 4 * trained and metrics["informative_fraction"] == pytest.approx(
         trained / sum(asked))
@@ -570,7 +572,8 @@ def test_a_teacher_gives_each_token_its_advantage(shared):
 
 
 def test_rewards_of_several_kinds_are_weighed_and_logged_raw(shared):
-    rewards = {"length": lambda answer, question: len(answer.tokens), "flag": lambda answer, question: question.id == "q1",
+    rewards = {"length": lambda answer, question: len(answer.tokens),  # int, bool and float
+               "flag": lambda answer, question: question.id == "q1",
                "half": lambda answer, question: 0.5, "unused": lambda answer, question: 1 / 0}
     config = grpo.Config(batch_size=2, group_size=2, max_tokens=6, reward="length:0.5,flag:2,half:-1")
     metrics, batch = step(shared(layers=2), dataclasses.replace(grpo.GEOQA, rewards=rewards), config)
