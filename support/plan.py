@@ -12,6 +12,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import inspect
 import itertools
 import math
 import sys
@@ -213,6 +214,23 @@ def give_storage(model):
                 store[name] = None if old is None else made[id(old)]
 
 
+def in_short_rows(rule, short=128):
+    """The reference of the gated delta rule, in the learner on rows of `short` tokens in place of long ones.
+
+    Its loop over chunks of 64 tokens is slow on tensors without data, and allocates the same for each.
+    """
+    def rule_in_short_rows(query, key, value, g, beta, initial_state=None, **options):
+        rows, length = value.shape[:2]
+        parts = length // short if length % short == 0 and torch.is_grad_enabled() else 1
+        query, key, value, g, beta = (x.reshape(rows * parts, length // parts, *x.shape[2:]) for x in (
+            query, key, value, g, beta))
+        if initial_state is not None:
+            initial_state = initial_state.repeat_interleave(parts, 0)
+        out, state = rule(query, key, value, g=g, beta=beta, initial_state=initial_state, **options)
+        return out.reshape(rows, length, *out.shape[2:]), None if state is None else state[:rows]
+    return rule_in_short_rows
+
+
 @contextlib.contextmanager
 def token_mixers(skeleton, fused):
     """Puts the torch reference of the gated delta rule, or the stand-in of the fused one, into the model's code.
@@ -223,8 +241,9 @@ def token_mixers(skeleton, fused):
     module, mask = sys.modules[type(skeleton.text).__module__], branching.causal_lower_right
     found = {name: getattr(module, name) for name in models.KERNELS if hasattr(module, name)}
     for name, function in found.items():
-        stands_in = fused and name == "torch_chunk_gated_delta_rule"
-        setattr(module, name, models.token_mixer(name, fused_delta_rule if stands_in else function, stands_in))
+        if chunked := name == "torch_chunk_gated_delta_rule":
+            function = fused_delta_rule if fused else in_short_rows(inspect.unwrap(function))
+        setattr(module, name, models.token_mixer(name, function, kernel=chunked))
     branching.causal_lower_right = lambda *size: None
     try:
         yield
@@ -402,19 +421,21 @@ class Plan:
             peaks["evaluation"] = self.sampling_peak(min(config.eval_batch_size, at_once), 1)
         return dataclasses.replace(config, rollouts_at_once=at_once, tokens_per_micro_batch=tokens), peaks
 
-    def one_row(self, max_tokens):
-        """The peak with one completion at a time, of at most `max_tokens` tokens."""
+    def one_row(self):
+        """The peak with one completion at a time."""
+        return max(self.sampling_peak(1, 1), 0 if self.config.eval_only else self.learning_peak(1))
+
+    def limited(self, max_tokens):
+        """The plan for completions of at most `max_tokens` tokens."""
         config = dataclasses.replace(self.config, max_tokens=max_tokens)
-        plan = Plan(self.algorithm, self.skeleton, config, self.prompt, self.fused)
-        return max(plan.sampling_peak(1, 1), 0 if config.eval_only else plan.learning_peak(1))
+        return Plan(self.algorithm, self.skeleton, config, self.prompt, self.fused)
 
     def shorter(self, room):
         """The flag for the most tokens, in steps of 64, with which one completion at a time fits into `room` bytes."""
-        tokens, least = self.config.max_tokens, self.one_row(64)
-        peak = self.one_row(tokens)
+        tokens, peak, least = self.config.max_tokens, self.one_row(), self.limited(64).one_row()
         while peak > room >= least and tokens > 64:  # peaks are nearly affine in tokens
             tokens = int(64 + (tokens - 64) * (room - least) / (peak - least)) // 64 * 64
-            peak = self.one_row(tokens)
+            peak = self.limited(tokens).one_row()
         return f"--max-tokens {tokens}" if peak <= room else "a smaller --base-model"
 
     def advice(self, card):
