@@ -218,6 +218,7 @@ def test_a_wrong_flag_of_a_plan_is_one_line(capsys, arguments):
     assert stop.value.code == 2 and err.startswith(f"error: {arguments[0]}") and err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_planning_runs_no_kernel_that_is_installed(load, monkeypatch):
     """flash-linear-attention's and causal-conv1d's cannot run on tensors without data."""
     import transformers.models.qwen3_5.modeling_qwen3_5 as qwen
@@ -235,6 +236,7 @@ def test_planning_runs_no_kernel_that_is_installed(load, monkeypatch):
     assert all(hasattr(getattr(qwen, name), "__wrapped__") for name in models.KERNELS), "not put back"
 
 
+@pytest.mark.slow
 def test_advice_to_shorten_fits(article):
     """Where one row is too much: the length that is named fits, by the plan of that length."""
     planned = article[0][1]
