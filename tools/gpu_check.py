@@ -8,10 +8,12 @@ pytest does not collect this file. No download: a randomly initialised model of 
 on the GPU, saved once to a temporary folder (9 GB), and loaded through `grpo.load_policy`, so the real 4-bit path is
 taken. The questions are drawn figures of 336 pixels, the setting is the article's: 8 questions x 8 completions, at most
 1,024 tokens, their lengths geometric with mean about 280 by a fixed bias on the stop token. Two whole steps each; every
-result is printed as soon as it is there. Memory is capped to --gib (24) of the card.
+result is printed as soon as it is there. Memory is capped to --gib (24) of the card. Planned are completions of full
+length: those that are drawn take less, those of the dry run take that.
 """
 
 import argparse
+import dataclasses
 import gc
 import itertools
 import sys
@@ -22,12 +24,14 @@ from pathlib import Path
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import demo
 import grpo
 from support import plan
 from support.models import importable, quiet_libraries
+from support.order import Order
 from tiny import make_tokenizer, model_config, write_image_processor
 
 MEAN_LENGTH = 280
@@ -73,12 +77,10 @@ def bias_stop_token(policy, mean_length):
 
 
 class Phase:
-    """Peak memory and seconds of the calls of a function of grpo."""
+    """Peak memory and seconds of the calls of a function."""
 
-    def __init__(self, name, device):
-        self.name, self.device, self.peak, self.seconds = name, device, 0, 0.0
-        self.function = getattr(grpo, name)
-        setattr(grpo, name, self)
+    def __init__(self, function, device):
+        self.function, self.device, self.peak, self.seconds = function, device, 0, 0.0
 
     def __call__(self, *arguments, **keywords):
         self.synchronise()
@@ -98,40 +100,45 @@ class Phase:
 
 
 def check(case, folder, device, options):
-    """Two steps in one precision and kernel path."""
+    """The plan, the dry run and two steps in one precision and kernel path."""
     quantization, fused = CASES[case]
     config = grpo.Config(base_model=str(folder), device=str(device), quantization=quantization, fused_kernels=fused,
-                         max_tokens=24 if options.small else 1024, evaluate=False)
+                         max_tokens=24 if options.small else 1024, reward="every_second", evaluate=False)
+    rewards = itertools.cycle([1.0, 0.0])  # every group has both: all rows train
+    task = dataclasses.replace(grpo.GEOQA, rewards={"every_second": lambda answer, question: next(rewards)})
     started = time.perf_counter()
     policy = grpo.load_policy(config)
     bias_stop_token(policy, 8 if options.small else MEAN_LENGTH)
     say(case, f"loaded in {time.perf_counter() - started:.0f} s")
     questions = [demo.as_question(row) for row in draw_rows(config.batch_size * 4, 96 if options.small else 336)]
-    prompt = grpo.encode_prompts(policy.tokenizer, policy.image_processor, questions).input_ids.shape[1]
-    planned, = plan.make_plans(grpo, config, policy.base.config, prompt, (fused,))
-    plan.fit_memory(grpo, policy, questions, config)
-    planned_peaks = planned.choose(plan.card_bytes(device))[1]
-    phases = {"sampling": Phase("sample", device), "learning": Phase("update", device)}
+    longest = max(len(prompt.ids) for prompt in grpo.encode_prompts(policy, questions, task))
+    config = plan.fit_memory(grpo.ALGORITHM, policy, task, questions, config)
+    planned, = plan.make_plans(grpo.ALGORITHM, config, policy.base.config, longest, (fused,))
+    planned = planned.choose(plan.card_bytes(device))[1]
+    phases = {"sampling": Phase(grpo.sample, device), "learning": Phase(grpo.update, device)}
+    grpo.SAMPLERS["loop"], grpo.update = phases.values()
+    try:
+        take_steps(case, policy, Order(questions, config.seed), config, task, phases, planned)
+    finally:
+        grpo.SAMPLERS["loop"], grpo.update = (phase.function for phase in phases.values())
+
+
+def take_steps(case, policy, order, config, task, phases, planned):
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    order, rewards = itertools.cycle(questions), itertools.cycle([1.0, 0.0])
-    grade, grpo.grade = grpo.grade, lambda text, label: next(rewards)  # every group has both: all rows train
-    for step in (1, 2):
+    for order.step in (1, 2):
         for phase in phases.values():
             phase.seconds = phase.peak = 0
-        metrics, batch, _ = grpo.train_step(policy, optimizer, lambda n: list(itertools.islice(order, n)), config)
-        tokens = batch.rollouts.lengths.sum().item()
-        learned = tokens + (batch.prompts.attention_mask.sum() * config.group_size).item()
-        say(case, f"step {step}: {tokens} tokens, mean {tokens / len(batch.texts):.0f}, prompts of at most {prompt}; "
+        metrics, batch = grpo.train_step(policy, optimizer, order, config, task)
+        prompts = [len(prompt.ids) for prompt in dict.fromkeys(row.prompt for row in batch.rows)]
+        tokens, step = sum(row.length for row in batch.rows), f"step {order.step}"
+        say(case, f"{step}: {tokens} tokens, mean {tokens / len(batch.rows):.0f}, prompts of at most {max(prompts)}; "
                   f"|dlogp| mean {metrics['trainer/dlogp_mean']:.1e} max {metrics['trainer/dlogp_max']:.1e}, loss "
                   f"{metrics['trainer/loss_mean']:+.4f}, gradient norm {metrics['trainer/grad_norm']:.3g}")
         for name, phase in phases.items():
-            count = tokens if name == "sampling" else learned
+            count = tokens if name == "sampling" else tokens + sum(prompts)
             taken = f"{phase.peak / plan.GIB:.2f} GiB at most, " if phase.peak else ""
-            say(case, f"step {step}: {name} {phase.seconds:.1f} s, {count / phase.seconds:.0f} tokens a second, "
-                      f"{taken}planned {planned_peaks[name] / plan.GIB:.2f} GiB")
-    for phase in phases.values():
-        setattr(grpo, phase.name, phase.function)
-    grpo.grade = grade
+            say(case, f"{step}: {name} {phase.seconds:.1f} s, {count / phase.seconds:.0f} tokens a second, "
+                      f"{taken}planned {planned[name] / plan.GIB:.2f} GiB")
 
 
 def draw_rows(count, size):
